@@ -1,0 +1,139 @@
+"""QuantizedTensor: what a checkpoint means, as logical bytes, with no storage layout and no backend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fp4 import formats
+from fp4.errors import FormatMismatch
+from fp4.formats import Format
+
+__all__ = ["GATE_UP_ORDERS", "QuantizedTensor"]
+
+#: rows of a stacked gate/up matrix: g0 u0 g1 u1 .. | all gate rows, then all up rows | all up rows, then all gate rows
+GATE_UP_ORDERS = ("interleaved", "gate_up", "up_gate")
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A block-quantised tensor: ``value = elem[code] * scale * global_scale``.
+
+    Shapes, with ``shape = (..., k)`` the logical shape after ``axis`` was moved last::
+
+        codes:        u8  [..., k / codes_per_byte]   low nibble = even element along k
+        scale:        u8  [..., k / block]            raw bits of format.scale, row-major, never swizzled
+        global_scale: f32 [] or [experts]             multiplier, or None (= 1)
+        input_scale:  f32 [] or [experts]             multiplier of the quantised activation, or None
+
+    ``shape`` and ``axis`` describe the unquantised tensor: ``axis`` is its quantised dimension. Raises FormatMismatch
+    when a dtype or shape disagrees with the format.
+    """
+
+    format: Format
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+    shape: tuple[int, ...] = ()
+    axis: int = -1
+    recipe: Any = None
+    input_scale: torch.Tensor | None = None
+    #: order of the rows of a stacked gate/up matrix, one of GATE_UP_ORDERS, or None
+    gate_up: str | None = None
+    #: where it came from: tensor names, file, direction of each scale as stored
+    source: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        fmt = formats.get(self.format)
+        object.__setattr__(self, "format", fmt)
+        where = f"QuantizedTensor {self.source.get('name', '')}".rstrip()
+        for name in ("codes", "scale"):
+            t = getattr(self, name)
+            if not isinstance(t, torch.Tensor):
+                raise FormatMismatch(f"{where}: {name} is {type(t).__name__}; need a uint8 torch.Tensor")
+            if t.dtype != torch.uint8:
+                if t.element_size() != 1 or t.dtype in (torch.bool,):
+                    raise FormatMismatch(f"{where}: {name} has dtype {t.dtype}; need raw bytes (uint8 or an 8-bit dtype)")
+                object.__setattr__(self, name, t.view(torch.uint8))
+        codes, scale = self.codes, self.scale
+        if codes.ndim < 1:
+            raise FormatMismatch(f"{where}: codes is a scalar; need [..., k / {fmt.codes_per_byte}]")
+        k = codes.shape[-1] * fmt.codes_per_byte
+        moved = (*codes.shape[:-1], k)
+        if not self.shape:
+            object.__setattr__(self, "shape", moved)
+        shape = tuple(int(n) for n in self.shape)
+        object.__setattr__(self, "shape", shape)
+        if not -len(shape) <= self.axis < len(shape):
+            raise FormatMismatch(f"{where}: axis {self.axis} is outside shape {shape}")
+        axis = self.axis % len(shape)
+        last = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+        if last != moved:
+            raise FormatMismatch(
+                f"{where}: codes {list(codes.shape)} hold {list(moved)} elements of {fmt}; shape says {list(shape)} with axis {self.axis}"
+            )
+        if k % fmt.block:
+            padded = -(-k // fmt.block) * fmt.block
+            raise FormatMismatch(f"{where}: k = {k} is not a multiple of the {fmt} block {fmt.block}; pad k to {padded}")
+        want = (*codes.shape[:-1], k // fmt.block)
+        if tuple(scale.shape) != want:
+            raise FormatMismatch(f"{where}: scale has shape {list(scale.shape)}; need {list(want)} (one byte per {fmt.block} elements)")
+        if scale.device != codes.device:
+            raise FormatMismatch(f"{where}: codes are on {codes.device}, scale on {scale.device}; move both to one device")
+        for name in ("global_scale", "input_scale"):
+            self._check_second_level(where, name)
+        if self.gate_up is not None and self.gate_up not in GATE_UP_ORDERS:
+            raise FormatMismatch(f"{where}: gate_up is {self.gate_up!r}; need one of {', '.join(GATE_UP_ORDERS)} or None")
+
+    def _check_second_level(self, where: str, name: str) -> None:
+        t = getattr(self, name)
+        if t is None:
+            return
+        if isinstance(t, (int, float)):
+            t = torch.tensor(float(t), dtype=torch.float32, device=self.codes.device)
+        if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
+            got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+            raise FormatMismatch(f"{where}: {name} is {got}; need a float32 multiplier, [] or [experts]")
+        if t.dtype != torch.float32:
+            if t.dtype == torch.float64:
+                raise FormatMismatch(f"{where}: {name} is float64; need float32, round it yourself so that the loss is visible")
+            t = t.to(torch.float32)  # by value: bf16 bytes read as f32 would be zero (flashinfer#3398)
+        if t.numel() == 1 and self.codes.ndim < 3:
+            t = t.reshape(())
+        experts = self.codes.shape[0] if self.codes.ndim >= 3 else None
+        if t.ndim == 1 and t.numel() == 1:
+            t = t.reshape(())
+        if t.ndim and (experts is None or tuple(t.shape) != (experts,)):
+            raise FormatMismatch(f"{where}: {name} has shape {list(t.shape)}; need [] or one value an expert, [{experts}]")
+        object.__setattr__(self, name, t)
+
+    @property
+    def k(self) -> int:
+        """Length of the quantised axis."""
+        return self.codes.shape[-1] * self.format.codes_per_byte
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and second-level scales."""
+        parts = (self.codes, self.scale, self.global_scale, self.input_scale)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def to(self, device: torch.device | str) -> QuantizedTensor:
+        """The same tensor on another device."""
+        moved = {n: t.to(device) for n in ("codes", "scale", "global_scale", "input_scale") if (t := getattr(self, n)) is not None}
+        return replace(self, **moved)
+
+    def __repr__(self) -> str:
+        second = "" if self.global_scale is None else f", global_scale={list(self.global_scale.shape)}"
+        return f"QuantizedTensor({self.format}, shape={list(self.shape)}{second}, device={self.device})"
