@@ -23,7 +23,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     "layouts": ("fp4.layouts", "layouts"),
     **{n: ("fp4.ref.activation", n) for n in ("SiLU", "SiTU", "SwiGLU", "ReLU2")},
     **{n: ("fp4.ops", n) for n in ("dequantize", "fake_quantize", "quantize", "to_layout")},
-    **{n: ("fp4.ops", n) for n in ("explain", "matmul", "moe", "prepare", "prepare_moe", "warmup")},
+    **{n: ("fp4.layer", n) for n in ("explain", "matmul", "moe", "prepare", "prepare_moe", "warmup")},
     **{n: ("fp4.prepared", n) for n in ("Prepared", "PreparedMoE")},
     "open_checkpoint": ("fp4.checkpoint", "open_checkpoint"),
     "testing": ("fp4.testing", ""),
