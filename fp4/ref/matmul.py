@@ -1,0 +1,104 @@
+"""Reference product with a block-quantised weight: the values that every backend is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fp4.errors import FormatMismatch
+from fp4.tensor import QuantizedTensor
+
+__all__ = ["ACCUMULATORS", "check_input", "expert", "matmul", "weight"]
+
+#: dtypes in which the reference may multiply and add
+ACCUMULATORS = (torch.float32, torch.float64)
+
+
+def weight(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The stored matrix in ``dtype``: ``[..., n, k]``, the quantised axis last, whatever ``q.axis`` says.
+
+    ``elem[code] * scale`` is exact in float32 (at most 3 + 4 significand bits); the global scale is multiplied in ``dtype``.
+    """
+    where = f"{q.format} {list(q.shape)}"
+    if dtype not in ACCUMULATORS:
+        raise FormatMismatch(f"{where}: dtype is {dtype}; the reference computes in float32 or float64")
+    device = q.codes.device
+    elem = torch.from_numpy(q.format.elem.values.copy()).to(device)
+    codes = q.codes
+    if q.format.codes_per_byte == 2:
+        codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+    scale = torch.from_numpy(q.format.scale.values.copy()).to(device)[q.scale.int()]
+    blocks = elem[codes.int()].reshape(*scale.shape, q.format.block)
+    value: torch.Tensor = (blocks * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    if q.global_scale is not None:
+        g = q.global_scale.to(dtype)
+        value = value * (g.reshape(-1, *[1] * (value.ndim - 1)) if g.ndim else g)
+    return value
+
+
+def expert(q: QuantizedTensor, e: int) -> QuantizedTensor:
+    """Expert ``e`` of a tensor with a leading expert dimension: ``[experts, n, k] -> [n, k]``, with its own global scale."""
+    if q.codes.ndim != 3:
+        raise FormatMismatch(f"expert: codes have shape {list(q.codes.shape)}; need [experts, n, k / {q.format.codes_per_byte}]")
+    one = {name: t[e] if t.ndim else t for name in ("global_scale", "input_scale") if (t := getattr(q, name)) is not None}
+    return replace(q, codes=q.codes[e], scale=q.scale[e], shape=(), axis=-1, **one)
+
+
+def check_input(where: str, x: torch.Tensor, k: int, device: torch.device) -> None:
+    """Refuse an input that is not a float tensor [..., k] on the weight's device."""
+    if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise FormatMismatch(f"{where}: x is {got}; need a floating-point tensor [..., {k}]")
+    if x.ndim < 1 or x.shape[-1] != k:
+        raise FormatMismatch(f"{where}: x has shape {list(x.shape)}; the weight needs [..., {k}]")
+    if x.device != device:
+        raise FormatMismatch(f"{where}: x is on {x.device}, the weight on {device}; move both to one device")
+
+
+def check_bias(where: str, bias: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a bias of another shape or device."""
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point or tuple(bias.shape) != shape:
+        got = f"{bias.dtype} {list(bias.shape)}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise FormatMismatch(f"{where}: bias is {got}; need floating point {list(shape)}")
+    if bias.device != device:
+        raise FormatMismatch(f"{where}: bias is on {bias.device}, the weight on {device}; move both to one device")
+
+
+def matmul(
+    x: torch.Tensor,
+    q: QuantizedTensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    acc: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """``y = x @ dequantize(q).T + bias``, computed in ``acc`` and rounded once to ``out_dtype``.
+
+    Shapes::
+
+        x:    float [..., k]      any strides, zero rows allowed
+        q:    [n, k], quantised along k
+        bias: float [n] or None
+        y:    out_dtype [..., n]  default: x.dtype
+
+    Raises FormatMismatch when a shape, dtype or device disagrees.
+
+    >>> import fp4, torch
+    >>> codes = torch.full((2, 8), 0x22, dtype=torch.uint8)                   # 1.0 everywhere
+    >>> q = fp4.QuantizedTensor(format="nvfp4", codes=codes, scale=torch.full((2, 1), 0x38, dtype=torch.uint8))
+    >>> matmul(torch.ones(1, 16), q)
+    tensor([[16., 16.]])
+    """
+    where = "matmul"
+    if acc not in ACCUMULATORS:
+        raise FormatMismatch(f"{where}: acc is {acc}; need torch.float32 or torch.float64")
+    if q.codes.ndim != 2:
+        raise FormatMismatch(f"{where}: the weight has shape {list(q.shape)}; need [n, k], or call fp4.moe for stacked experts")
+    check_input(where, x, q.k, q.codes.device)
+    check_bias(where, bias, (q.codes.shape[0],), q.codes.device)
+    y = x.to(acc) @ weight(q, acc).T
+    if bias is not None:
+        y = y + bias.to(acc)
+    return y.to(out_dtype or x.dtype)
