@@ -251,8 +251,7 @@ class Layout(Orders):
     # ---- bytes -------------------------------------------------------------------------------------------------------------
 
     def apply(self, x: Any) -> Any:
-        """x: one-byte dtype [..., rows, columns], torch or numpy, any strides -> u8 [..., nbytes of one expert] in storage order.
-        """
+        """x: one-byte dtype [..., rows, columns], torch or numpy, any strides -> u8 [..., nbytes of one expert] in storage order."""
         t, numpy = as_bytes(self._where, x)
         g = self.geometry(t.shape)
         y = self._apply(t, g)
