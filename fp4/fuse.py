@@ -1,0 +1,197 @@
+"""Putting quantised tensors together and taking them apart, exactly or not at all.
+
+Joining (q, k, v; gate and up): the parts may carry different global scales. ``scale_i * g_i`` must survive unchanged, so a part is
+rescaled to the common ``g`` only when ``g_i / g`` is a power of two and every block scale times it is an e4m3 number again; anything
+else is refused with the largest relative change that it would have cost (vllm#54974: taking the max is silently wrong).
+
+Splitting (tensor and expert parallel): rows anywhere, K only between blocks, and everything with an expert dimension is sliced
+with the experts (sglang#36597, vllm#49949).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fp4.errors import FormatMismatch, Unsupported
+from fp4.formats import E4M3
+from fp4.tensor import QuantizedTensor
+
+__all__ = ["expert_range", "fold_gate_up", "fuse", "rescale", "shard", "shard_bias", "split_sizes"]
+
+
+def rescale(scale: torch.Tensor, exponent: torch.Tensor | int) -> torch.Tensor | None:
+    """E4M3 bytes times ``2^exponent`` (int, or int tensor that broadcasts), or None when one result is not an E4M3 number.
+
+    Exact: mantissas move only into subnormals, and then only when no set bit falls off.
+    """
+    table = torch.from_numpy(E4M3.values.copy()).to(scale.device).double()
+    value = table[scale.long()]
+    exponent = torch.as_tensor(exponent, device=scale.device)
+    wanted = torch.ldexp(value, exponent.double())
+    if bool((wanted.abs() > E4M3.max).any()) or bool(value.isnan().any()):
+        return None
+    out = wanted.float().to(torch.float8_e4m3fn).view(torch.uint8)
+    out = torch.where(value == 0, scale, out)
+    return out if bool((table[out.long()] == wanted).all()) else None
+
+
+def _log2_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """Integer ``log2(a / b)`` elementwise when every ratio is a power of two, else None. ``a, b > 0``."""
+    ma, ea = torch.frexp(a.double())
+    mb, eb = torch.frexp(b.double())
+    if not bool((ma == mb).all()) or bool((ma <= 0).any()):
+        return None
+    return (ea - eb).to(torch.int64)
+
+
+def _scale_of(q: QuantizedTensor) -> torch.Tensor:
+    return torch.ones((), device=q.device) if q.global_scale is None else q.global_scale
+
+
+def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Concatenate along rows: ``[n_i, k]`` -> ``[sum n_i, k]`` with one global scale, value for value equal to the parts.
+
+    Raises Unsupported when no exact common global scale exists; keep the parts apart then (one ``prepare`` each).
+    """
+    if not parts:
+        raise FormatMismatch("fuse: no tensors; need at least one")
+    first = parts[0]
+    for q in parts[1:]:
+        if q.format != first.format or q.codes.shape[:-2] != first.codes.shape[:-2] or q.k != first.k:
+            raise FormatMismatch(f"fuse: {q} does not stack on {first}; need the same format, experts and k")
+    scales = [_scale_of(q) for q in parts]
+    scales = [s.expand(first.codes.shape[0]) if any(t.ndim for t in scales) else s for s in scales]
+    chosen = scales[0]
+    best: list[torch.Tensor] | None = None
+    for target in scales:
+        moved: list[torch.Tensor] = []
+        for q, s in zip(parts, scales, strict=True):
+            if bool((s == target).all()):
+                moved.append(q.scale)
+                continue
+            ratio = _log2_ratio(s, target) if q.format.scale == E4M3 else None
+            new = None if ratio is None else rescale(q.scale, ratio.reshape(*ratio.shape, *[1] * (q.scale.ndim - ratio.ndim)))
+            if new is None:
+                break
+            moved.append(new)
+        if len(moved) == len(parts):
+            best, chosen = moved, target
+            break
+    if best is None:
+        spread = torch.stack([s.double() for s in scales])
+        change = float((spread.max(0).values / spread.min(0).values.clamp_min(1e-300)).max()) - 1
+        raise Unsupported(
+            "fuse: the parts have different global scales and no exact common one exists "
+            f"(taking the largest would change values by up to {change:.3g} relative); prepare them separately"
+        )
+    has = any(q.global_scale is not None for q in parts)
+    codes = torch.cat([q.codes for q in parts], -2)
+    return QuantizedTensor(first.format, codes, torch.cat(best, -2), chosen.clone() if has else None, recipe=first.recipe)
+
+
+def fold_gate_up(w13: QuantizedTensor, scales: torch.Tensor, order: str) -> tuple[QuantizedTensor, torch.Tensor] | None:
+    """One global scale an expert instead of two, exactly, or None.
+
+    ``w13 [e, 2i, h]`` in gate/up ``order``, ``scales`` f32 [e, 2] (gate, up). Returns w13 with ``global_scale`` [e] and the exponents
+    int64 [e, 2] by which gate and up block scales were multiplied, so that ``rescale(scale, -exponent)`` undoes it.
+    """
+    from fp4.gpu.storage import reorder_gate_up
+
+    if w13.format.scale != E4M3:
+        return None
+    s = reorder_gate_up(w13.scale, order, "gate_up")
+    s = s.reshape(s.shape[0], 2, s.shape[1] // 2, s.shape[2])  # [e, 2, i, blocks]
+    for keep in (0, 1):  # the other half moves; which one can depends on its range
+        ratio = _log2_ratio(scales, scales[:, keep : keep + 1].expand_as(scales))
+        moved = None if ratio is None else rescale(s, ratio[:, :, None, None])
+        if ratio is not None and moved is not None:
+            stacked = reorder_gate_up(moved.flatten(1, 2), "gate_up", order)
+            return replace(w13, scale=stacked, global_scale=scales[:, keep].contiguous()), ratio
+    return None
+
+
+def split_sizes(blocks: int, size: int) -> list[int]:
+    """Blocks an each rank, as even as possible, the first ranks one more: 5 blocks over 4 ranks -> [2, 1, 1, 1]."""
+    return [blocks // size + (r < blocks % size) for r in range(size)]
+
+
+def _rows(n: int, gate_up: str | None, rank: int, size: int, unit: int, uneven: bool) -> tuple[int, int, int]:
+    """(groups, start, length) of a rank's rows: ``groups`` equal parts (gate, up), and in each the rows [start, start + length)."""
+    groups = 2 if gate_up in ("gate_up", "up_gate") else 1
+    unit *= 2 if gate_up == "interleaved" else 1  # never between a gate row and its up row
+    if n % (groups * unit):
+        raise FormatMismatch(f"shard: {n} rows are no multiple of {groups * unit} (gate/up parts x unit)")
+    units = n // groups // unit
+    if units % size and not uneven:
+        raise FormatMismatch(f"shard: {n} rows as {units} units of {groups * unit} do not split over tp = {size}; pass uneven=True")
+    sizes = split_sizes(units, size)
+    if not sizes[rank]:
+        raise FormatMismatch(f"shard: {units} units of rows over tp = {size}: rank {rank} would get none; use a smaller tp")
+    return groups, sum(sizes[:rank]) * unit, sizes[rank] * unit
+
+
+def _take(t: torch.Tensor, dim: int, groups: int, start: int, length: int) -> torch.Tensor:
+    """Rows [start, start + length) of each of ``groups`` equal parts of ``t`` along ``dim`` (negative)."""
+    per = t.shape[dim] // groups
+    return torch.cat([t.narrow(dim, g * per + start, length) for g in range(groups)], dim)
+
+
+def shard(
+    q: QuantizedTensor, dim: str, rank: int, size: int, *, uneven: bool = False, gate_up: str | None = None, unit: int = 1
+) -> QuantizedTensor:
+    """Rank ``rank`` of ``size`` of a weight ``[(experts,) n, k]``: ``dim`` "n" (column parallel) or "k" (row parallel).
+
+    Rows: gate and up are split each on its own, so the shard keeps the order (``gate_up`` defaults to ``q.gate_up``), in units of
+    ``unit`` rows. K splits only between blocks. An uneven split is refused unless ``uneven``, which gives the first ranks one unit or
+    block more. Concatenated shards are the original; partial outputs of "k" shards add up to the whole.
+    """
+    if dim not in ("n", "k"):
+        raise FormatMismatch(f"shard: dim is {dim!r}; need 'n' or 'k'")
+    if not 0 <= rank < size:
+        raise FormatMismatch(f"shard: rank {rank} is outside [0, {size})")
+    if dim == "n":
+        part = _rows(q.codes.shape[-2], gate_up or q.gate_up, rank, size, unit, uneven)
+        return replace(q, codes=_take(q.codes, -2, *part), scale=_take(q.scale, -2, *part), shape=(), axis=-1, source={})
+    g, k = q.format.block, q.k
+    blocks = k // g
+    if blocks % size and not uneven:
+        columns = ", ".join(str(b * g) for b in split_sizes(blocks, size))
+        raise FormatMismatch(
+            f"shard: k = {k} over tp = {size} cuts a block of {g} ({blocks} blocks); pass uneven=True for {columns} columns"
+        )
+    sizes = split_sizes(blocks, size)
+    start, length = sum(sizes[:rank]), sizes[rank]
+    if not length:
+        raise FormatMismatch(f"shard: k = {k} has {blocks} blocks of {g}, rank {rank} of {size} would get none; use a smaller tp")
+    per = g // q.format.codes_per_byte
+    codes, scale = q.codes.narrow(-1, start * per, length * per), q.scale.narrow(-1, start, length)
+    return replace(q, codes=codes.contiguous(), scale=scale.contiguous(), shape=(), axis=-1, source={})
+
+
+def shard_bias(
+    bias: torch.Tensor | None, dim: str, rank: int, size: int, *, uneven: bool = False, gate_up: str | None = None, unit: int = 1
+) -> torch.Tensor | None:
+    """The bias ``[(experts,) n]`` of a shard: like the rows for "n"; for "k" whole on rank 0, None elsewhere, so that sums hold it once."""
+    if bias is None:
+        return None
+    if dim == "k":
+        return bias if rank == 0 else None
+    return _take(bias, -1, *_rows(bias.shape[-1], gate_up, rank, size, unit, uneven))
+
+
+def expert_range(experts: int, rank: int, size: int) -> tuple[int, int]:
+    """[start, stop) of an expert-parallel rank; the first ranks hold one more when ``experts % size``."""
+    if not 0 <= rank < size or size > experts:
+        raise FormatMismatch(f"expert_range: rank {rank} of {size} over {experts} experts; need 0 <= rank < size <= experts")
+    sizes = split_sizes(experts, size)
+    start = sum(sizes[:rank])
+    return start, start + sizes[rank]
+
+
+def slice_experts(q: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
+    """Experts [start, stop): codes, scales and every per-expert second-level scale (sglang#36597)."""
+    second = {n: None if (t := getattr(q, n)) is None else (t[start:stop] if t.ndim else t) for n in ("global_scale", "input_scale")}
+    return replace(q, codes=q.codes[start:stop], scale=q.scale[start:stop], shape=(), axis=-1, source={}, **second)  # type: ignore[arg-type]

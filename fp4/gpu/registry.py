@@ -1,0 +1,205 @@
+"""Backends: discovery, probing and choice. A backend is one module with the names below; ``docs/backends.md`` is the guide.
+
+::
+
+    name: str
+    probe() -> Ok | No                     # is the library here and usable? cached, must not raise; no device work
+    supports(problem) -> Ok(rank) | No     # pure: looks at the Problem only
+    layouts(problem) -> dict[str, Stored]  # how codes and scales are stored ("codes", "scale" or "w13.codes", "w2.scale" ...)
+    run(prepared) -> callable              # binds everything once; the callable only launches
+
+    prepare(problem, weights) -> Packed    # optional: arrays beyond what ``layouts`` derives
+    restore(prepared) -> ...               # optional: when ``layouts`` alone cannot invert
+    warmup(prepared, m_max) -> None        # optional: compile and allocate
+
+The lowest rank wins: 10 a vendor library on the hardware it was made for, 20 fused vendor paths, 30 our tuned kernels,
+40 our plain kernels, 60 correct but slow, 90 the torch reference. ``FP4_BACKEND`` forces, ``FP4_DISABLE`` excludes.
+Modules of ``fp4/gpu/backends`` whose file name starts with ``_`` are helpers; other distributions add backends through the
+entry-point group ``fp4.backends`` (the entry point is the module).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from fp4 import env
+from fp4.errors import BackendUnavailable, Unsupported
+from fp4.gpu.problem import Problem
+
+__all__ = ["Choice", "No", "Ok", "Ranking", "backends", "choose", "get", "probe", "rank", "reset"]
+
+log = logging.getLogger("fp4")
+
+
+@dataclass(frozen=True)
+class Ok:
+    """Yes. ``rank``: lowest first. ``note``: what will run, in a few words (version, generation, kernel)."""
+
+    rank: int = 0
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class No:
+    """No, and a reason that tells the user the way out."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of a ranking."""
+
+    name: str
+    verdict: Ok | No
+
+    def __str__(self) -> str:
+        if isinstance(self.verdict, Ok):
+            return f"{self.name:16s} rank {self.verdict.rank:<3d} {self.verdict.note}".rstrip()
+        return f"{self.name:16s} no       {self.verdict.reason}"
+
+
+class Ranking(list[Choice]):
+    """Every backend, usable ones first, lowest rank first."""
+
+    problem: Problem
+
+    @property
+    def best(self) -> str | None:
+        return self[0].name if self and self[0].verdict else None
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Backend name -> why not."""
+        return {c.name: c.verdict.reason for c in self if isinstance(c.verdict, No)}
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.problem), *(f"  {c}" for c in self)])
+
+
+def _discover() -> Iterator[tuple[str, ModuleType | No]]:
+    package = importlib.import_module("fp4.gpu.backends")
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.name.startswith("_"):
+            continue
+        try:
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
+        except Exception as e:  # a broken backend must not take the others with it
+            yield info.name, No(f"its module fails to import: {type(e).__name__}: {e}")
+            continue
+        if hasattr(module, "name") and hasattr(module, "supports"):
+            yield module.name, module
+    for entry in importlib.metadata.entry_points(group="fp4.backends"):
+        try:
+            module = entry.load()
+            yield getattr(module, "name", entry.name), module
+        except Exception as e:
+            yield entry.name, No(f"entry point {entry.value} fails to load: {type(e).__name__}: {e}")
+
+
+@functools.lru_cache(maxsize=1)
+def _all() -> dict[str, ModuleType | No]:
+    return dict(_discover())
+
+
+def backends() -> list[str]:
+    """Names of all backends, usable or not."""
+    return sorted(_all())
+
+
+@functools.lru_cache(maxsize=64)
+def probe(name: str) -> Ok | No:
+    """Whether a backend's library is here; cached until ``reset``. A probe that raises is a No with the exception's text."""
+    module = _all().get(name)
+    if module is None:
+        return No(f"no such backend; known: {', '.join(backends())}")
+    if isinstance(module, No):
+        return module
+    try:
+        verdict: Ok | No = module.probe()
+        return verdict
+    except Exception as e:
+        return No(f"probe failed: {type(e).__name__}: {e}")
+
+
+def reset() -> None:
+    """Forget discovered modules and probe results (after installing something, and in tests)."""
+    _all.cache_clear()
+    probe.cache_clear()
+
+
+def get(name: str) -> Any:
+    """The module of a backend. Raises BackendUnavailable with the reason when it cannot be used."""
+    verdict = probe(name)
+    if isinstance(verdict, No):
+        raise BackendUnavailable(f"backend {name!r}: {verdict.reason}")
+    return _all()[name]
+
+
+def module(name: str) -> Any:
+    """The module of a backend whether or not its library is here; None when there is none."""
+    found = _all().get(name)
+    return None if isinstance(found, No) else found
+
+
+def verdict(name: str, problem: Problem) -> Ok | No:
+    """One backend's answer: disabled, its probe's reason, or ``supports(problem)``."""
+    if name in env.disabled():
+        return No("disabled by FP4_DISABLE")
+    found = probe(name)
+    if isinstance(found, No):
+        return found
+    answer: Ok | No = get(name).supports(problem)
+    if isinstance(answer, Ok) and found.note and found.note not in answer.note:
+        return Ok(answer.rank, f"{answer.note} [{found.note}]".strip())
+    return answer
+
+
+def rank(problem: Problem) -> Ranking:
+    """All backends for a problem, best first, each with its rank or its reason."""
+    out = Ranking(Choice(name, verdict(name, problem)) for name in backends())
+    out.sort(key=lambda c: (not c.verdict, c.verdict.rank if isinstance(c.verdict, Ok) else 0, c.name))
+    out.problem = problem
+    return out
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def choose(problem: Problem, backend: str | None = None, where: str = "prepare") -> str:
+    """The backend for a problem. A forced one (argument, else ``FP4_BACKEND``) that cannot serve raises; it never falls through.
+
+    Raises Unsupported with every backend's reason when none can, BackendUnavailable when the forced one is not usable here.
+    """
+    forced = backend or env.backend()
+    if forced is not None:
+        how = "backend=" if backend else "FP4_BACKEND="
+        found = probe(forced)
+        if isinstance(found, No):
+            raise BackendUnavailable(f"{where}: {how}{forced!r} cannot be used: {found.reason}")
+        answer = verdict(forced, problem)
+        if isinstance(answer, No):
+            raise Unsupported(f"{where}: {how}{forced!r} cannot serve {problem}", {forced: answer.reason})
+        return forced
+    ranking = rank(problem)
+    if ranking.best is None:
+        raise Unsupported(f"{where}: no backend for {problem}", ranking.reasons)
+    key = (str(problem.device), f"{problem.op}/{problem.format} -> {ranking[0]}")
+    if key not in _logged:
+        _logged.add(key)
+        log.info("%s: %s", *key)
+    return ranking.best

@@ -1,0 +1,196 @@
+"""The layer verbs: prepare, prepare_moe, matmul, moe, explain, warmup, and the torch.library ops behind the two products.
+
+The backend is chosen in ``prepare`` and never again; a call validates its tensors, and launches. Eager calls go straight to the
+prepared weight's bound callable. Under ``torch.compile``, and for tensor subclasses or when a gradient is asked for, the same code runs
+inside the ops ``fp4::matmul`` and ``fp4::moe``, which carry the weight as an integer handle: keep the Prepared object alive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4 import env, formats
+from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch
+from fp4.formats import Format
+from fp4.gpu import registry
+from fp4.gpu.build import prepare, prepare_moe
+from fp4.gpu.device import Device
+from fp4.gpu.problem import Problem
+from fp4.prepared import Prepared, PreparedMoE, by_handle
+from fp4.tensor import QuantizedTensor
+
+__all__ = ["explain", "matmul", "moe", "prepare", "prepare_moe", "warmup"]
+
+_INTS = (torch.int32, torch.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+
+
+def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``y[..., n] = x[..., k] @ W[n, k]^T + bias[n]``, accumulated in float32, rounded once to ``out_dtype`` (default: x's dtype).
+
+    x: one of ``w.act_dtypes``, on w's device; a non-contiguous x is copied. Raises FormatMismatch, LayoutMismatch (x or w elsewhere).
+    """
+    if type(w) is not Prepared:
+        raise _not_prepared("matmul", w, "fp4.prepare(w)")
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
+        return _matmul(x, w, bias, out_dtype)
+    return torch.ops.fp4.matmul(x, bias, w.handle, w.n, out_dtype)  # type: ignore[no-any-return]
+
+
+def moe(
+    x: torch.Tensor, ex: PreparedMoE, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``y[t] = sum_s topk_weights[t, s] * expert[topk_ids[t, s]](x[t])``.
+
+    x [t, hidden]; topk_ids int [t, s], global ids: an id whose expert is not here adds zero; topk_weights floating [t, s].
+    On a CPU and under FP4_STRICT ids outside [0, experts) are refused; otherwise such an id adds zero, it never reads out of bounds.
+    """
+    if type(ex) is not PreparedMoE:
+        raise _not_prepared("moe", ex, "fp4.prepare_moe(w13, w2, ...)")
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
+        return _moe(x, ex, topk_ids, topk_weights, out_dtype)
+    return torch.ops.fp4.moe(x, topk_ids, topk_weights, ex.handle, out_dtype)  # type: ignore[no-any-return]
+
+
+def _not_prepared(where: str, w: Any, how: str) -> Fp4Error:
+    if isinstance(w, QuantizedTensor):
+        return LayoutMismatch(
+            f"{where}: the weight is a QuantizedTensor, not prepared for any backend; call {how} once and pass its result"
+        )
+    return FormatMismatch(f"{where}: the weight is {type(w).__name__}; need what {how} returns")
+
+
+def _matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None, out_dtype: torch.dtype | None) -> torch.Tensor:
+    n, k = w.shape
+    if x.device != w.device or x.dtype not in w.act_dtypes or x.ndim == 0 or x.shape[-1] != k:
+        raise _bad_x("matmul", x, w, k)
+    if bias is not None and (bias.shape != (n,) or bias.device != x.device or not bias.dtype.is_floating_point):
+        raise FormatMismatch(f"matmul: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; need floating point [{n}] on {x.device}")
+    call = w._call or w.bind()  # type: ignore[attr-defined]
+    if x.ndim == 2 and x.is_contiguous():
+        if x.shape[0]:
+            return call(x, bias, out_dtype or x.dtype)  # type: ignore[no-any-return]
+        return x.new_empty((0, n), dtype=out_dtype)
+    flat = x.reshape(-1, k).contiguous()
+    y = call(flat, bias, out_dtype or x.dtype) if flat.shape[0] else flat.new_empty((0, n), dtype=out_dtype or x.dtype)
+    return y.view(*x.shape[:-1], n)  # type: ignore[no-any-return]
+
+
+def _moe(x: torch.Tensor, ex: PreparedMoE, ids: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+    hidden, experts = ex.shape[1], ex.experts
+    if x.device != ex.device or x.dtype not in ex.act_dtypes or x.ndim != 2 or x.shape[1] != hidden:
+        raise _bad_x("moe", x, ex, hidden)
+    if (
+        ids.ndim != 2
+        or ids.shape != weights.shape
+        or ids.shape[0] != x.shape[0]
+        or ids.dtype not in _INTS
+        or not weights.is_floating_point()
+    ):
+        raise FormatMismatch(
+            f"moe: topk_ids {ids.dtype} {list(ids.shape)}, topk_weights {weights.dtype} {list(weights.shape)} for x {list(x.shape)}; "
+            f"need int32 or int64 [{x.shape[0]}, topk] and floating point of the same shape"
+        )
+    if ids.device != x.device or weights.device != x.device:
+        raise FormatMismatch(f"moe: topk_ids on {ids.device}, topk_weights on {weights.device}, x on {x.device}; move them to one device")
+    if not x.shape[0] or not ids.shape[1]:
+        return x.new_zeros((x.shape[0], hidden), dtype=out_dtype)
+    if x.device.type == "cpu" or env.strict():
+        bad = (ids < 0) | (ids >= experts)
+        if bool(bad.any()):
+            t, s = (int(i) for i in bad.nonzero()[0])
+            raise FormatMismatch(f"moe: topk_ids[{t}, {s}] is {int(ids[t, s])}; need 0 <= id < {experts}, the number of experts")
+    call = ex._call or ex.bind()  # type: ignore[attr-defined]
+    if weights.dtype != torch.float32:
+        weights = weights.float()
+    return call(x.contiguous(), ids.contiguous(), weights.contiguous(), out_dtype or x.dtype)  # type: ignore[no-any-return]
+
+
+def _bad_x(where: str, x: torch.Tensor, w: Prepared | PreparedMoE, k: int) -> Fp4Error:
+    if x.device != w.device:
+        return LayoutMismatch(
+            f"{where}: x is on {x.device}, the weight was prepared on {w.device}; move x, or prepare again there: "
+            "fp4.prepare(w.restore().to(device))"
+        )
+    if x.dtype not in w.act_dtypes:
+        names = ", ".join(str(d).removeprefix("torch.") for d in w.act_dtypes)
+        return FormatMismatch(
+            f"{where}: x is {x.dtype}, backend {w.backend!r} prepared this weight for {names}; cast x or prepare with act_dtype={x.dtype}"
+        )
+    need = f"[t, {k}]" if where == "moe" else f"[..., {k}]"
+    return FormatMismatch(f"{where}: x has shape {list(x.shape)}; need {need}, the weight is {w.problem}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- ops
+
+_lib: Any = torch.library.Library("fp4", "FRAGMENT")  # type: ignore[no-untyped-call]
+_lib.define("matmul(Tensor x, Tensor? bias, SymInt handle, SymInt n, ScalarType? out_dtype=None) -> Tensor")
+_lib.define("moe(Tensor x, Tensor topk_ids, Tensor topk_weights, SymInt handle, ScalarType? out_dtype=None) -> Tensor")
+
+
+def _matmul_op(x: torch.Tensor, bias: torch.Tensor | None, handle: int, n: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _matmul(x, by_handle(handle), bias, out_dtype)
+
+
+def _moe_op(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _moe(x, by_handle(handle), ids, weights, out_dtype)
+
+
+def _matmul_fake(x: torch.Tensor, bias: torch.Tensor | None, handle: int, n: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
+
+
+def _moe_fake(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+
+
+for _name, _impl, _fake in (("matmul", _matmul_op, _matmul_fake), ("moe", _moe_op, _moe_fake)):
+    _lib.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp4::{_name}", _fake, lib=_lib)
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+def explain(
+    op: str = "matmul", format: str | Format = "nvfp4", device: Device | torch.device | str | None = None, **sizes: Any
+) -> registry.Ranking:
+    """Print and return every backend's rank, or its reason, for a layer that need not exist.
+
+    ``device``: a torch device, a Device, or a name such as "sm90" that needs no GPU; ``sizes``: any field of Problem (n, k, experts,
+    hidden, intermediate, topk, activation, gate_up, act, act_dtype ...).
+
+    >>> fp4.explain(op="moe", format="mxfp4", device="sm90", experts=128, hidden=2880, intermediate=2880)   # doctest: +SKIP
+    """
+    known = set(Problem.__dataclass_fields__) - {"op", "format", "device"}
+    unknown = sorted(set(sizes) - known)
+    if unknown:
+        raise FormatMismatch(f"explain: unknown size {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    ranking = registry.rank(Problem(op=op, format=formats.get(format), device=Device.of(device), **sizes))
+    print(ranking)
+    return ranking
+
+
+def warmup(w: Prepared | PreparedMoE, m_max: int = 256, topk: int | None = None) -> None:
+    """Compile and allocate what calls with up to ``m_max`` rows need, so that the first real call, or a graph capture, finds it done."""
+    if not isinstance(w, (Prepared, PreparedMoE)):
+        raise _not_prepared("warmup", w, "fp4.prepare(w)")
+    own = getattr(registry.get(w.backend), "warmup", None)
+    if own is not None:
+        own(w, m_max)
+        return
+    sizes = sorted({1, *(1 << i for i in range(1, max(m_max, 1).bit_length())), m_max})
+    for m in sizes:
+        x = torch.zeros((m, w.shape[1]), dtype=w.act_dtypes[0], device=w.device)
+        if isinstance(w, Prepared):
+            _matmul(x, w, None, None)
+        else:
+            slots = topk or w.problem.topk or 1
+            ids = torch.arange(m * slots, device=w.device).reshape(m, slots) % w.experts
+            _moe(x, w, ids, torch.ones((m, slots), device=w.device), None)
+    if w.device.type == "cuda":
+        torch.cuda.synchronize(w.device)
