@@ -1,0 +1,196 @@
+"""Every numeric choice of a quantiser, as one frozen value, and the named presets.
+
+A Recipe answers, for one block of a tensor: how amax becomes a scale byte, how the scale byte becomes a multiplier, how a
+scaled value becomes a code, and what happens to zeros, NaN and infinity. Two libraries that agree on a Recipe agree on bytes.
+
+Notation: ``amax`` = max |x| of a block (float32, exact), ``g`` = global_scale, the multiplier of the tensor, ``gs`` = 1/g, the
+encode scale, ``d`` = the decoded scale byte, ``RN`` = rounding to nearest even in float32. Every product and quotient below is
+one float32 operation, rounded by itself, never fused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from fp4.errors import Fp4Error
+
+__all__ = ["CHOICES", "Recipe", "get", "recipes"]
+
+#: field -> legal values. The position of a value is the integer that kernels receive.
+CHOICES: dict[str, tuple[str, ...]] = {
+    # a scaled value half way between two codes: code with even mantissa | larger magnitude | smaller magnitude
+    "tie": ("even", "away", "toward_zero"),
+    # sign of a code whose magnitude is zero: that of x, -0.0 included | minus only if x < 0 | plus | minus if x <= 0
+    "zero_sign": ("keep", "of_value", "positive", "negative"),
+    # code of a NaN element (e2m1 has no NaN): +max | max with the sign bit of the NaN | +0
+    "nan_code": ("max", "signed_max", "zero"),
+    # block that holds a NaN: NaN scale byte, the whole block reads NaN | amax ignores it | Fp4Error before anything is written
+    "nan": ("propagate", "ignore", "error"),
+    # block that holds an infinity: as for NaN | the scale rule applied to amax = infinity, saturated | Fp4Error
+    "inf": ("propagate", "saturate", "error"),
+    # ue8m0 exponent for amax (specs: OCP MX v1.0 section 6.3; the others by the libraries named in the presets)
+    "scale_rule": ("ocp_floor", "rceil", "ceil", "even", "floor_amax_over_6"),
+    # e4m3 and ue5m3 scale before rounding
+    "scale_order": ("amax/(max*g)", "(amax/max)/g", "(amax/max)*gs", "amax*(gs*(1/max))", "gs*(amax*(1/max))"),
+    # scaled element
+    "encode_order": ("x*min(1/(d*g),FLT_MAX)", "x/(d*g)", "x*(gs/d)", "x/(d/gs)", "x*R(d*R(gs))"),
+    # codes of a block whose scale byte decodes to 0 although amax > 0: zero | whatever the arithmetic gives (saturated)
+    "underflow": ("zero", "saturate"),
+    # reciprocal R(): correctly rounded | the SM90 instruction, from the measured table
+    "reciprocal": ("exact", "rcp_approx_sm90"),
+    # default global scale from the tensor's amax: g = amax/(max*scale_max) | gs = (max*scale_max)/amax, g = 1/gs
+    "global_rule": ("multiplier", "encode"),
+    # choose, per block, between scaling amax to 6 and to 4 by the error of the result
+    "four_over_six": ("off", "mse", "mae", "abs_max"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All numeric choices of one quantiser. Frozen, hashable, printable; ``replace(**changes)`` makes a variant.
+
+    Raises Fp4Error for a value outside CHOICES. ``name`` is a label and takes no part in equality.
+
+    >>> Recipe(tie="away") == Recipe(tie="away", name="mine")
+    """
+
+    name: str = "custom"
+    tie: str = "even"
+    zero_sign: str = "keep"
+    nan_code: str = "max"
+    nan: str = "propagate"
+    inf: str = "propagate"
+    # -- ue8m0 ---------------------------------------------------------------
+    scale_rule: str = "rceil"
+    #: rceil: smallest byte of a block with amax / max > 0 (1: byte 0 is kept for zero blocks, triton_kernels)
+    ue8m0_floor: int = 0
+    #: True: byte 0 means scale 0 (triton_kernels, FlashInfer >= 0.7.4), so its block gets codes of magnitude 0; False: 2^-127
+    ue8m0_zero: bool = False
+    # -- e4m3, ue5m3 ----------------------------------------------------------
+    scale_order: str = "(amax/max)/g"
+    encode_order: str = "x*min(1/(d*g),FLT_MAX)"
+    #: what amax is scaled to, times ``scale_max`` for the largest block: 6 (largest e2m1) or 4
+    elem_max: float = 6.0
+    #: what the largest block scale becomes: 448 (largest e4m3), or 256 for four-over-six
+    scale_max: float = 448.0
+    #: lower clamp of the scale before it is rounded to e4m3 (0: none)
+    scale_floor: float = 0.0
+    #: scale byte of a block with amax == 0
+    zero_byte: int = 0
+    #: scale byte that replaces a scale that rounded to 0 although amax > 0 (0: keep it)
+    underflow_byte: int = 0
+    underflow: str = "zero"
+    reciprocal: str = "exact"
+    global_rule: str = "multiplier"
+    #: default global scale of an all-zero tensor
+    global_zero: float = 1.0
+    #: smallest default global scale. 2^-117 = 2^-126 / 2^-9: then d * g is never subnormal and 1/(d * g) never overflows
+    global_floor: float = 2.0**-117
+    four_over_six: str = "off"
+    # -- both ------------------------------------------------------------------
+    #: amax is at least this (DeepGEMM: 1e-4)
+    amax_floor: float = 0.0
+    #: amax and the scale arithmetic are rounded to bfloat16 after each operation (compressed-tensors' bf16 observer)
+    bf16_scales: bool = False
+
+    def __post_init__(self) -> None:
+        for name, legal in CHOICES.items():
+            value = getattr(self, name)
+            if value not in legal:
+                raise Fp4Error(f"Recipe {self.name}: {name} is {value!r}; need one of {', '.join(legal)}")
+        for name in ("zero_byte", "underflow_byte", "ue8m0_floor"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 <= value <= 254:
+                raise Fp4Error(f"Recipe {self.name}: {name} is {value!r}; need an integer from 0 to 254")
+        for name in ("elem_max", "scale_max", "global_zero"):
+            if not getattr(self, name) > 0:
+                raise Fp4Error(f"Recipe {self.name}: {name} is {getattr(self, name)!r}; need a positive number")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name != "name")
+
+    def code(self, field: str) -> int:
+        """Position of a field's value in CHOICES, the integer form that kernels receive."""
+        return CHOICES[field].index(getattr(self, field))
+
+    def replace(self, **changes: Any) -> Recipe:
+        """A variant; its name is ``custom`` unless given. Raises Fp4Error for an unknown field."""
+        known = {f.name for f in fields(self)}
+        if unknown := set(changes) - known:
+            raise Fp4Error(f"Recipe.replace: no field {', '.join(sorted(unknown))}; need one of {', '.join(sorted(known))}")
+        return replace(self, **{"name": "custom", **changes})
+
+    @property
+    def key(self) -> str:
+        """Text from which ``get`` rebuilds the recipe: the preset's name, or JSON. It crosses torch.library ops."""
+        return self.name if _PRESETS.get(self.name) == self else json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        default = Recipe()
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        return f"Recipe({', '.join(changed)})"
+
+
+class _Recipes(Mapping[str, Recipe]):
+    """The presets by name: ``fp4.recipes["te"]``, ``fp4.recipes.names()``, ``print(fp4.recipes.describe("te"))``."""
+
+    def names(self) -> list[str]:
+        return list(_PRESETS)
+
+    def __getitem__(self, name: str) -> Recipe:
+        if name not in _PRESETS:
+            raise Fp4Error(f"recipes: {name!r} is not known; need one of {', '.join(_PRESETS)}, or a Recipe")
+        return _PRESETS[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in _PRESETS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PRESETS)
+
+    def __len__(self) -> int:
+        return len(_PRESETS)
+
+    def describe(self, name: str) -> str:
+        """What the preset was compared with, byte for byte."""
+        return f"{self[name]}\n{_PROOF[name]}"
+
+    def __repr__(self) -> str:
+        return f"recipes({', '.join(_PRESETS)})"
+
+
+recipes = _Recipes()
+_PRESETS: dict[str, Recipe] = {}
+_PROOF: dict[str, str] = {}
+
+
+def get(recipe: str | Recipe) -> Recipe:
+    """The Recipe of a preset name, of a Recipe or of a ``Recipe.key``. Raises Fp4Error for anything else."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        return _from_json(recipe) if recipe.startswith("{") else recipes[recipe]
+    raise Fp4Error(f"recipe: got {type(recipe).__name__}; need a Recipe or one of {', '.join(_PRESETS)}")
+
+
+@lru_cache(maxsize=256)
+def _from_json(text: str) -> Recipe:
+    return Recipe(**json.loads(text))
+
+
+def _preset(name: str, proof: str, **choices: Any) -> None:
+    _PRESETS[name] = Recipe(name=name, **choices)
+    _PROOF[name] = proof
+
+
+_preset("default", "The names' plain meaning; ml_dtypes and gfloat for every code (tests/test_codes.py).")

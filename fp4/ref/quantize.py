@@ -1,0 +1,234 @@
+"""Block quantisation and dequantisation by Format and Recipe in torch: the CPU's workers, and the twin of ``triton_quantize``.
+
+Work goes in chunks of blocks, so temporary memory stays near ``CHUNK`` float32 values whatever the tensor's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from fp4.errors import FormatMismatch, Fp4Error
+from fp4.formats import Format
+from fp4.recipe import Recipe
+from fp4.ref.codes import INT32, encode_magnitude, pack_nibbles, signed_code, value_table
+from fp4.ref.scales import block_factor, default_global_scale, scale_bytes
+
+__all__ = ["dequantize_blocks", "quantize_blocks", "tensor_amax"]
+
+#: elements in a chunk: 2^18 float32 are 1 MiB, so a chunk's temporaries stay in a core's second-level cache
+CHUNK = 1 << 18
+
+
+def _chunk(device: torch.device) -> int:
+    return CHUNK if device.type == "cpu" else 1 << 26
+
+
+def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of x as [rows, k] that need no copy: one when the leading dimensions collapse, else several."""
+    if x.ndim <= 2:
+        yield x.reshape(-1, x.shape[-1])
+        return
+    try:
+        yield x.view(-1, x.shape[-1])
+    except RuntimeError:
+        for part in x.unbind(0):
+            yield from _rows(part)
+
+
+def _pieces(x: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
+    """x [..., k] in storage-independent row-major order, as contiguous-in-meaning pieces [n, block] of at most a chunk."""
+    limit = _chunk(x.device)
+    for rows in _rows(x):
+        k = rows.shape[-1]
+        if rows.is_contiguous():
+            yield from rows.view(-1, block).split(max(1, limit // block))
+        else:
+            for part in rows.split(max(1, limit // k)):
+                yield from part.reshape(-1, block).split(max(1, limit // block))
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest finite |x|, f32 []; 0 for an empty tensor. x: f32, bf16 or f16 [..., k]."""
+    best = torch.zeros((), dtype=torch.float32, device=x.device)
+    for piece in _pieces(x, x.shape[-1]) if x.numel() else ():
+        size = piece.abs()
+        top = size.amax().to(torch.float32)
+        if size.device.type != "cpu" or not bool(torch.isfinite(top)):
+            top = size.where(torch.isfinite(size), 0).amax().to(torch.float32)
+        best = torch.maximum(best, top)
+    return best
+
+
+def block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """x f32 [n, block] -> f32 [n]: max |x|; NaN for a block with a NaN, or, when NaN is ignored, only for a block of nothing else."""
+    if recipe.nan == "ignore":
+        amax = torch.where(x != x, -1.0, x.abs()).amax(-1)
+        return torch.where(amax < 0, torch.nan, amax)
+    return x.abs().amax(-1)
+
+
+def _quantize_piece(
+    x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]."""
+    x = x.to(torch.float32).contiguous()
+    amax = block_amax(x, recipe)
+    _refuse_nonfinite(x, amax, recipe)
+    byte = scale_bytes(amax, fmt, recipe, g, gs)
+    return _encode(x, byte, fmt, recipe, g, gs), byte.to(torch.uint8)
+
+
+def _encode(x: torch.Tensor, byte: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
+    factor, divide = block_factor(byte, fmt, recipe, g, gs)
+    y = x / factor[:, None] if divide else x * factor[:, None]
+    code = encode_magnitude(y.abs(), fmt.elem, recipe.tie)
+    code = signed_code(code, y, fmt.elem, recipe.zero_sign, recipe.nan_code).to(torch.uint8)
+    return pack_nibbles(code) if fmt.codes_per_byte == 2 else code
+
+
+def _refuse_nonfinite(x: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> None:
+    if recipe.nan != "error" and recipe.inf != "error":
+        return
+    bad = (amax != amax) if recipe.nan == "error" else torch.zeros_like(amax, dtype=torch.bool)
+    if recipe.inf == "error":
+        bad = bad | (x.abs() == torch.inf).any(-1)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        raise Fp4Error(
+            f"quantize: x holds a NaN or infinity (block {row} of a piece: {x[row][~torch.isfinite(x[row])][0].item()}); "
+            "need finite values; clean x, or use a recipe with nan and inf 'propagate' or 'saturate'"
+        )
+
+
+def quantize_blocks(
+    x: torch.Tensor,
+    fmt: Format,
+    recipe: Recipe,
+    global_scale: torch.Tensor | None = None,
+    encode_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale bytes of x, blocks along the last axis.
+
+    Shapes::
+
+        x:            f32, bf16 or f16 [..., k], any strides, k a multiple of fmt.block
+        global_scale: f32 [] or [x.shape[0]], the multiplier g; None = 1
+        encode_scale: f32, same shape: gs as the caller holds it (FlashInfer, compressed-tensors); None = 1 / g
+        -> codes u8 [..., k / codes_per_byte], scale u8 [..., k / block]
+
+    ``byte = scale_rule(amax)``, ``code = round(x * factor(byte))`` with every step as the Recipe says. Raises FormatMismatch for
+    a shape or dtype that does not fit and Fp4Error where the recipe refuses NaN or infinity.
+    """
+    k = x.shape[-1]
+    if k % fmt.block:
+        raise FormatMismatch(f"quantize: k = {k} is not a multiple of the {fmt} block {fmt.block}; pad k to {-(-k // fmt.block) * fmt.block}")
+    codes = torch.empty(*x.shape[:-1], k // fmt.codes_per_byte, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(*x.shape[:-1], k // fmt.block, dtype=torch.uint8, device=x.device)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+    g = one if global_scale is None else global_scale.to(torch.float32)
+    gs = torch.reciprocal(g) if encode_scale is None else encode_scale.to(torch.float32)
+    if g.ndim:
+        for e in range(x.shape[0]):
+            _quantize_into(x[e], codes[e], scale[e], fmt, recipe, g[e], gs[e])
+    else:
+        _quantize_into(x, codes, scale, fmt, recipe, g, gs)
+    return codes, scale
+
+
+def _quantize_into(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
+) -> None:
+    codes, scale, at = codes.view(-1, fmt.block // fmt.codes_per_byte), scale.view(-1), 0
+    if not x.numel():
+        return
+    for piece in _pieces(x, fmt.block):
+        n = piece.shape[0]
+        codes[at : at + n], scale[at : at + n] = _quantize_piece(piece, fmt, recipe, g, gs)
+        at += n
+
+
+@lru_cache(maxsize=64)
+def _byte_values(fmt: Format, device: torch.device) -> torch.Tensor:
+    """The f32 values of each byte of codes: [256] for 8-bit elements; for e2m1 [256] int64, each the bits of two values.
+
+    One 8-byte gather of a 2 KiB table fetches two values; the even element is the low half (little-endian).
+    """
+    values = value_table(fmt.elem, device)
+    if fmt.codes_per_byte == 1:
+        return values
+    byte = torch.arange(256, device=device)
+    return torch.stack((values[byte & 15], values[byte >> 4]), -1).contiguous().view(torch.int64).flatten()
+
+
+def dequantize_blocks(
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, fmt: Format, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``elem[code] * (scale * global_scale)``, each product rounded to float32, the result rounded once to ``dtype``.
+
+    Shapes::
+
+        codes: u8 [..., k / codes_per_byte], scale: u8 [..., k / block], global_scale: f32 [] or [codes.shape[0]] or None
+        -> dtype [..., k]
+
+    A NaN scale byte makes its whole block NaN. Same order as FlashInfer's ``e2m1_and_ufp8sf_scale_to_float`` and ModelOpt.
+    """
+    out = torch.empty(*codes.shape[:-1], codes.shape[-1] * fmt.codes_per_byte, dtype=dtype, device=codes.device)
+    if global_scale is not None and global_scale.ndim:
+        for e in range(codes.shape[0]):
+            _dequantize_into(codes[e], scale[e], global_scale[e], fmt, out[e])
+    else:
+        _dequantize_into(codes, scale, global_scale, fmt, out)
+    return out
+
+
+def _dequantize_into(codes: torch.Tensor, scale: torch.Tensor, g: torch.Tensor | None, fmt: Format, out: torch.Tensor) -> None:
+    if not out.numel():
+        return
+    table, scales = _byte_values(fmt, codes.device), value_table(fmt.scale, codes.device)
+    out, width = out.view(-1, fmt.block), fmt.block // fmt.codes_per_byte
+    at = 0
+    for piece, s_byte in zip(_pieces(codes, width), _scale_pieces(scale, codes, width), strict=True):
+        n = piece.shape[0]
+        s = scales.index_select(0, s_byte.to(INT32))
+        if g is not None:
+            s = s * g
+        values = table.index_select(0, piece.reshape(-1).to(INT32)).view(torch.float32).view(n, fmt.block)
+        torch.mul(values, s[:, None], out=values)
+        out[at : at + n] = values
+        at += n
+
+
+def _scale_pieces(scale: torch.Tensor, codes: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
+    """Scale bytes for each piece that ``_pieces(codes, width)`` yields."""
+    flat, at = scale.reshape(-1), 0
+    for piece in _pieces(codes, width):
+        yield flat[at : at + piece.shape[0]]
+        at += piece.shape[0]
+
+
+def quantize_tensor(
+    x: torch.Tensor, fmt: Format, recipe: Recipe, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``quantize_blocks`` with the format's default global scale when none is given; returns (codes, scale, global_scale)."""
+    global_scale, encode_scale = resolve_global_scale(x, fmt, recipe, global_scale, encode_scale, per_expert)
+    codes, scale = quantize_blocks(x, fmt, recipe, global_scale, encode_scale)
+    return codes, scale, global_scale
+
+
+def resolve_global_scale(
+    x: torch.Tensor, fmt: Format, recipe: Recipe, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(g, gs) for a format with a tensor scale: as given, one from the other, or both from amax; (None, None) without one."""
+    if not fmt.tensor_scale:
+        return None, None
+    if global_scale is None and encode_scale is not None:
+        return torch.reciprocal(encode_scale), encode_scale
+    if global_scale is None:
+        amax = torch.stack([tensor_amax(part) for part in x]) if per_expert and x.shape[0] else tensor_amax(x)
+        if per_expert and not x.shape[0]:
+            amax = torch.zeros(0, dtype=torch.float32, device=x.device)
+        return default_global_scale(amax, recipe)
+    return global_scale, encode_scale

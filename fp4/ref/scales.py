@@ -1,0 +1,154 @@
+"""From a block's amax to its scale byte, and from the byte to the factor that elements meet: the torch twins.
+
+All arithmetic is float32, one rounding an operation, in the order that the Recipe names. ``triton_quantize`` repeats each step.
+"""
+
+from __future__ import annotations
+
+import gzip
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from fp4.formats import Format
+from fp4.ref.codes import INT32, MANTISSA, decode, encode_magnitude
+from fp4.recipe import Recipe
+
+__all__ = ["block_factor", "default_global_scale", "rcp_approx", "scale_bytes"]
+
+FLT_MAX = torch.finfo(torch.float32).max
+_TABLE = Path(__file__).with_name("rcp_approx_sm90.gz")
+
+
+@lru_cache(maxsize=8)
+def rcp_approx_table(device: torch.device) -> torch.Tensor:
+    """u8 [2^21]: 2 bits for each mantissa, low bits first; value - 1 = ulps from the correctly rounded reciprocal.
+
+    Measured on an H200 for ``rcp.approx.ftz.f32``, all 2^23 mantissas, the same for six exponents. Pinned by test_scales.py.
+    """
+    return torch.frombuffer(bytearray(gzip.decompress(_TABLE.read_bytes())), dtype=torch.uint8).to(device)
+
+
+def rcp_approx(x: torch.Tensor) -> torch.Tensor:
+    """``rcp.approx.ftz.f32`` of SM90, bit for bit. x: f32 [...], >= 0 or NaN -> f32 [...]; 0 and subnormals give infinity."""
+    exact = torch.reciprocal(x)
+    mantissa = x.view(INT32) & MANTISSA
+    two_bits = (rcp_approx_table(x.device)[mantissa >> 2].to(INT32) >> ((mantissa & 3) * 2)) & 3
+    value = (exact.view(INT32) + two_bits - 1).view(torch.float32)
+    value = torch.where((exact < 2.0**-126) | (mantissa == 0), exact, value)
+    value = torch.where(value < 2.0**-126, 0.0, value)  # .ftz: a subnormal result is zero
+    return torch.where(x < 2.0**-126, torch.inf, value)
+
+
+def reciprocal(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    return rcp_approx(x) if recipe.reciprocal == "rcp_approx_sm90" else torch.reciprocal(x)
+
+
+def default_global_scale(amax: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensor amax f32 [...] -> multiplier g and encode scale gs, f32 [...], both finite and positive.
+
+    ``g = amax / (elem_max * scale_max)``: 6 * 448 = 2688, the largest e2m1 times the largest e4m3. With
+    ``global_rule="encode"`` the library computes ``gs = 2688 / amax`` first and ``g = 1 / gs`` from it.
+    A zero tensor gives ``recipe.global_zero`` (flashinfer and compressed-tensors PR #595 show what happens otherwise).
+    """
+    limit = torch.tensor(6.0 * recipe.scale_max, dtype=torch.float32, device=amax.device)
+    if recipe.global_rule == "encode":
+        gs = (limit / amax).clamp(max=FLT_MAX)
+        if recipe.bf16_scales:
+            gs = gs.to(torch.bfloat16).to(torch.float32)
+        gs = torch.where(amax == 0, 1.0 / recipe.global_zero, gs)
+        return torch.reciprocal(gs), gs
+    g = torch.where(amax == 0, recipe.global_zero, (amax / limit).clamp(min=recipe.global_floor))
+    return g, torch.reciprocal(g)
+
+
+def scale_bytes(amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
+    """Block amax f32 [...] (NaN or infinity if the block holds one) -> scale byte, i32 [...] in 0..255."""
+    byte = _ue8m0(amax, fmt, recipe) if fmt.scale.name == "ue8m0" else _e4m3(amax, fmt, recipe, g, gs)
+    bad = amax != amax
+    if recipe.inf != "saturate":
+        bad |= amax == torch.inf
+    return torch.where(bad, fmt.scale.nan_codes[0], byte)
+
+
+def _ue8m0(amax: torch.Tensor, fmt: Format, recipe: Recipe) -> torch.Tensor:
+    """byte = exponent + 127. Works on the bits: the exponent field of amax is floor(log2 amax) + 127."""
+    if recipe.amax_floor:
+        amax = amax.clamp(min=recipe.amax_floor)
+    elem, bits = fmt.elem, amax.view(INT32)
+    emax = 2 if elem.name == "e2m1" else 8  # 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
+    if recipe.scale_rule == "ocp_floor":
+        byte = (bits >> 23) - emax
+    elif recipe.scale_rule == "ceil":
+        byte = ((bits + MANTISSA) >> 23) - emax
+    elif recipe.scale_rule == "even":  # amax rounded to the element's mantissa, half away from zero
+        byte = ((bits + (1 << (22 - elem.man_bits))) >> 23) - emax
+    else:
+        d = (amax / torch.tensor(elem.max, dtype=torch.float32, device=amax.device)).view(INT32)
+        if recipe.scale_rule == "rceil":
+            byte = (d + MANTISSA) >> 23
+            byte = torch.where(d <= 0x00400000, 0, byte)  # 2^-127, a float32 subnormal, is byte 0 itself
+            byte = torch.where((d > 0) & (byte < recipe.ue8m0_floor), recipe.ue8m0_floor, byte)
+        else:
+            byte = d >> 23
+    return byte.clamp_(0, 254)
+
+
+def _e4m3(amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
+    v = scale_value(amax, recipe, g, gs)
+    byte = encode_magnitude(v, fmt.scale)
+    byte = torch.where(byte == 0, recipe.underflow_byte, byte)
+    return torch.where(amax == 0, recipe.zero_byte, byte)
+
+
+def scale_value(amax: torch.Tensor, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
+    """The block scale before it is rounded to a byte, f32 [...]; about ``amax / (elem_max * g)``."""
+
+    def step(t: torch.Tensor) -> torch.Tensor:
+        return t.to(torch.bfloat16).to(torch.float32) if recipe.bf16_scales else t
+
+    if recipe.amax_floor:
+        amax = amax.clamp(min=recipe.amax_floor)
+    top = torch.tensor(recipe.elem_max, dtype=torch.float32, device=amax.device)
+    if recipe.scale_order == "amax/(max*g)":
+        v = amax / (top * g)
+    elif recipe.scale_order == "(amax/max)/g":
+        v = step(amax / top) / g
+    elif recipe.scale_order == "(amax/max)*gs":
+        v = step(step(amax / top) * gs)
+    elif recipe.scale_order == "amax*(gs*(1/max))":
+        v = amax * (gs * reciprocal(top, recipe))
+    else:
+        v = gs * (amax * reciprocal(top, recipe))
+    return v.clamp(min=recipe.scale_floor) if recipe.scale_floor else v
+
+
+def block_factor(byte: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Scale byte i32 [...] -> (factor f32 [...], divide): a scaled element is ``x * factor``, or ``x / factor`` if ``divide``.
+
+    A NaN byte gives a NaN factor, so that every element of the block becomes the NaN code.
+    """
+    if fmt.scale.name == "ue8m0":
+        # 2^(127 - byte), exact; for byte 254 that is the subnormal 2^-127
+        bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)
+        if recipe.ue8m0_zero:
+            bits = torch.where(byte == 0, 0, bits)
+        return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32), False
+    d = decode(byte.to(torch.uint8), fmt.scale)
+    divide = recipe.encode_order.startswith("x/")
+    if recipe.encode_order == "x*min(1/(d*g),FLT_MAX)":
+        factor = torch.reciprocal(d * g).clamp(max=FLT_MAX)
+    elif recipe.encode_order == "x/(d*g)":
+        factor = d * g
+    elif recipe.encode_order == "x*(gs/d)":
+        factor = gs / d
+    elif recipe.encode_order == "x/(d/gs)":
+        factor = d / gs
+    else:
+        factor = reciprocal(d * reciprocal(gs, recipe), recipe)
+    if recipe.underflow == "zero":
+        factor = torch.where(byte == 0, torch.inf if divide else 0.0, factor)
+    return factor, divide
+
+
