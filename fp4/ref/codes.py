@@ -80,7 +80,7 @@ def signed_code(code: torch.Tensor, x: torch.Tensor, elem: ElemFormat, zero_sign
     else:  # "negative": every exact zero gets the minus sign
         code |= (x <= 0).to(INT32) * top
     nan = x != x
-    largest = elem.nan_codes[0] if elem.nan_codes else int(round(float(elem.codes / 2 - 1)))
+    largest = elem.nan_codes[0] if elem.nan_codes else elem.codes // 2 - 1
     if nan_code == "zero":
         return torch.where(nan, 0, code)
     if nan_code == "signed_max":

@@ -44,10 +44,10 @@ def _pieces(x: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
     for rows in _rows(x):
         k = rows.shape[-1]
         if rows.is_contiguous():
-            yield from rows.view(-1, block).split(max(1, limit // block))
+            yield from torch.split(rows.view(-1, block), max(1, limit // block))
         else:
-            for part in rows.split(max(1, limit // k)):
-                yield from part.reshape(-1, block).split(max(1, limit // block))
+            for part in torch.split(rows, max(1, limit // k)):
+                yield from torch.split(part.reshape(-1, block), max(1, limit // block))
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
@@ -70,9 +70,7 @@ def block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return x.abs().amax(-1)
 
 
-def _quantize_piece(
-    x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_piece(x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]."""
     x = x.to(torch.float32).contiguous()
     amax = block_amax(x, recipe)
@@ -124,7 +122,8 @@ def quantize_blocks(
     """
     k = x.shape[-1]
     if k % fmt.block:
-        raise FormatMismatch(f"quantize: k = {k} is not a multiple of the {fmt} block {fmt.block}; pad k to {-(-k // fmt.block) * fmt.block}")
+        up = -(-k // fmt.block) * fmt.block
+        raise FormatMismatch(f"quantize: k = {k} is not a multiple of the {fmt} block {fmt.block}; pad k to {up}")
     codes = torch.empty(*x.shape[:-1], k // fmt.codes_per_byte, dtype=torch.uint8, device=x.device)
     scale = torch.empty(*x.shape[:-1], k // fmt.block, dtype=torch.uint8, device=x.device)
     one = torch.ones((), dtype=torch.float32, device=x.device)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from fp4.formats import Format
-from fp4.ref.codes import INT32, MANTISSA, decode, encode_magnitude
 from fp4.recipe import Recipe
+from fp4.ref.codes import INT32, MANTISSA, decode, encode_magnitude
 
 __all__ = ["block_factor", "default_global_scale", "rcp_approx", "scale_bytes"]
 
@@ -150,5 +150,3 @@ def block_factor(byte: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tenso
     if recipe.underflow == "zero":
         factor = torch.where(byte == 0, torch.inf if divide else 0.0, factor)
     return factor, divide
-
-

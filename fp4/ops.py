@@ -1,0 +1,373 @@
+"""The public verbs quantize, dequantize, fake_quantize and to_layout, and their torch.library ops.
+
+Tensors on a CPU go to the vectorised torch code, tensors on a GPU to the golden Triton kernels; both give the same bytes. The ops are
+``fp4::quantize``, ``fp4::dequantize``, ``fp4::fake_quantize`` and ``fp4::to_layout``; they have fakes, so ``torch.compile`` sees one node
+each, and they launch without host synchronisation on a GPU (CUDA-graph safe), unless the recipe says ``"error"`` for NaN or infinity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4 import formats
+from fp4 import layouts as catalogue
+from fp4 import recipe as recipe_module
+from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch
+from fp4.formats import Format
+from fp4.layout import Layout
+from fp4.recipe import Recipe
+from fp4.ref import quantize as ref
+from fp4.tensor import QuantizedTensor
+
+__all__ = ["Stored", "StoredQuantized", "dequantize", "fake_quantize", "quantize", "to_layout"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes in a storage order, together with that order: what ``to_layout`` returns.
+
+    Shapes::
+
+        data:  u8 [..., nbytes of one expert], storage order of ``layout``, padding filled with ``layout.fill``
+        shape: logical byte shape [..., rows, columns]
+
+    A tensor attribute would be lost by the first view; the object carries the tag, so a second ``to_layout`` is an error and not
+    a double swizzle (modular#6600).
+    """
+
+    data: torch.Tensor
+    layout: Layout
+    shape: tuple[int, ...]
+
+    def restore(self) -> torch.Tensor:
+        """The logical bytes, u8 ``shape``."""
+        plain: torch.Tensor = self.layout.invert(self.data, self.shape)
+        return plain
+
+
+@dataclass(frozen=True)
+class StoredQuantized:
+    """A quantised tensor whose scales were written straight into a storage layout: ``quantize(..., scale_layout=L)``.
+
+    ``codes`` and ``global_scale`` as in QuantizedTensor; ``scale`` is a Stored. ``restore()`` gives the QuantizedTensor.
+    """
+
+    format: Format
+    codes: torch.Tensor
+    scale: Stored
+    global_scale: torch.Tensor | None
+    shape: tuple[int, ...]
+    axis: int
+    recipe: Recipe
+
+    def restore(self) -> QuantizedTensor:
+        """The same tensor with plain scales."""
+        plain = self.scale.restore().reshape(*self.codes.shape[:-1], -1)
+        return QuantizedTensor(self.format, self.codes, plain, self.global_scale, self.shape, self.axis, self.recipe)
+
+
+def _check_input(x: Any, fmt: Format, axis: int, where: str) -> torch.Tensor:
+    """x with the quantised axis last. Raises FormatMismatch with the way out."""
+    if not isinstance(x, torch.Tensor):
+        raise FormatMismatch(f"{where}: x is {type(x).__name__}; need a torch.Tensor")
+    if x.dtype not in _FLOATS:
+        hint = "round it to float32 yourself, so that the loss is visible" if x.dtype == torch.float64 else "convert it"
+        raise FormatMismatch(f"{where}: x is {x.dtype}; need float32, bfloat16 or float16; {hint}")
+    if x.ndim == 0:
+        raise FormatMismatch(f"{where}: x is a scalar; need at least one dimension, of a multiple of {fmt.block} elements")
+    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise FormatMismatch(f"{where}: axis {axis} is outside shape {list(x.shape)}")
+    k = x.shape[axis]
+    if k == 0:
+        raise FormatMismatch(f"{where}: axis {axis} of shape {list(x.shape)} is empty; need at least one block of {fmt.block} elements")
+    if k % fmt.block:
+        up = -(-k // fmt.block) * fmt.block
+        other = "" if x.ndim < 2 else ", or pass another axis"
+        raise FormatMismatch(f"{where}: k = {k} is not a multiple of the {fmt} block {fmt.block}; pad k to {up} with zeros{other}")
+    return x.movedim(axis, -1)
+
+
+def _second_level(value: Any, name: str, x: torch.Tensor, fmt: Format, where: str) -> torch.Tensor | None:
+    """A global or encode scale as f32 [] or [experts] on x's device, by value."""
+    if value is None:
+        return None
+    if not fmt.tensor_scale:
+        raise FormatMismatch(f"{where}: {fmt} has no global scale, got {name}={value!r}; multiply the result instead")
+    if isinstance(value, float):
+        value = torch.tensor(value, dtype=torch.float32, device=x.device)
+    if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise FormatMismatch(f"{where}: {name} is {got}; need a float32 multiplier, [] or [experts] (bfloat16 and float16 are widened)")
+    scale: torch.Tensor = value.to(device=x.device, dtype=torch.float32)
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if x.ndim < 3 or tuple(scale.shape) != (x.shape[0],):
+        need = f"[] or one value an expert, [{x.shape[0]}]" if x.ndim >= 3 else "[] (x has no expert dimension)"
+        raise FormatMismatch(f"{where}: {name} has shape {list(scale.shape)}; need {need}")
+    return scale
+
+
+# ---- torch.library ops -------------------------------------------------------------------------------------------------------
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+@torch.library.custom_op("fp4::quantize", mutates_args=())
+def _quantize_op(
+    x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    fmt, how = formats.get(format), recipe_module.get(recipe)
+    g, gs = ref.resolve_global_scale(x, fmt, how, global_scale, encode_scale, per_expert)
+    if _on_gpu(x):
+        from fp4.ref import triton_quantize
+
+        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs)
+    else:
+        codes, scale = ref.quantize_blocks(x, fmt, how, g, gs)
+    # an op may not return None, nor an input
+    out = torch.ones((), dtype=torch.float32, device=x.device) if g is None else g.clone()
+    return codes, scale, out
+
+
+@_quantize_op.register_fake
+def _(
+    x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    fmt = formats.get(format)
+    k = x.shape[-1]
+    codes = x.new_empty((*x.shape[:-1], k // fmt.codes_per_byte), dtype=torch.uint8)
+    scale = x.new_empty((*x.shape[:-1], k // fmt.block), dtype=torch.uint8)
+    given = global_scale if global_scale is not None else encode_scale
+    shape = () if not fmt.tensor_scale else given.shape if given is not None else (x.shape[0],) if per_expert else ()
+    return codes, scale, x.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("fp4::dequantize", mutates_args=())
+def _dequantize_op(
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, format: str, dtype: torch.dtype
+) -> torch.Tensor:
+    fmt = formats.get(format)
+    if _on_gpu(codes):
+        from fp4.ref import triton_quantize
+
+        out: torch.Tensor = triton_quantize.dequantize_blocks(codes, scale, global_scale, fmt, dtype)
+        return out
+    return ref.dequantize_blocks(codes, scale, global_scale, fmt, dtype)
+
+
+@_dequantize_op.register_fake
+def _(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, format: str, dtype: torch.dtype) -> torch.Tensor:
+    return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * formats.get(format).codes_per_byte), dtype=dtype)
+
+
+@torch.library.custom_op("fp4::fake_quantize", mutates_args=())
+def _fake_quantize_op(
+    x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
+) -> torch.Tensor:
+    codes, scale, g = _quantize_op(x, format, recipe, global_scale, encode_scale, per_expert)
+    second = g if formats.get(format).tensor_scale and global_scale is None else global_scale
+    out: torch.Tensor = _dequantize_op(codes, scale, second, format, x.dtype)
+    return out
+
+
+@_fake_quantize_op.register_fake
+def _(
+    x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _straight_through(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return grad, None, None, None, None, None
+
+
+_fake_quantize_op.register_autograd(_straight_through)
+
+
+@torch.library.custom_op("fp4::to_layout", mutates_args=())
+def _to_layout_op(x: torch.Tensor, layout: str) -> torch.Tensor:
+    y: torch.Tensor = catalogue.get(layout).apply(x)
+    return y.clone() if y.data_ptr() == x.data_ptr() else y
+
+
+@_to_layout_op.register_fake
+def _(x: torch.Tensor, layout: str) -> torch.Tensor:
+    lead = x.shape[:-2]
+    return x.new_empty((*lead, catalogue.get(layout).nbytes(x.shape[-2:])), dtype=torch.uint8)
+
+
+# ---- verbs --------------------------------------------------------------------------------------------------------------------
+
+
+def _arguments(
+    x: torch.Tensor, format: str | Format, recipe: str | Recipe, global_scale: Any, encode_scale: Any, axis: int, where: str
+) -> tuple[torch.Tensor, Format, Recipe, torch.Tensor | None, torch.Tensor | None, bool]:
+    fmt, how = formats.get(format), recipe_module.get(recipe)
+    last = _check_input(x, fmt, axis, where)
+    per_expert = isinstance(global_scale, str)
+    if per_expert and (global_scale != "per_expert" or not fmt.tensor_scale or last.ndim < 3):
+        raise FormatMismatch(
+            f"{where}: global_scale is {global_scale!r} for {fmt} {list(x.shape)}; "
+            "need a multiplier, None, or 'per_expert' with x [experts, .., k]"
+        )
+    g = None if per_expert else _second_level(global_scale, "global_scale", last, fmt, where)
+    gs = _second_level(encode_scale, "encode_scale", last, fmt, where)
+    if gs is not None and g is not None and gs.shape != g.shape:
+        raise FormatMismatch(f"{where}: global_scale {list(g.shape)} and encode_scale {list(gs.shape)} differ in shape; pass one of them")
+    return last, fmt, how, g, gs, per_expert
+
+
+def quantize(
+    x: torch.Tensor,
+    format: str | Format = "nvfp4",
+    recipe: str | Recipe = "default",
+    global_scale: torch.Tensor | float | str | None = None,
+    axis: int = -1,
+    *,
+    encode_scale: torch.Tensor | float | None = None,
+    scale_layout: Layout | str | None = None,
+) -> Any:
+    """Quantise x in blocks along ``axis``.
+
+    Shapes, with k = x.shape[axis] a multiple of the block::
+
+        x:            f32, bf16 or f16, any shape and strides; zero rows are fine
+        global_scale: f32 [] or [experts] (3-D and up): the multiplier g; None: from the amax of x, ``g = amax / (6 * 448)``;
+                      "per_expert": the same for each x[e]. Formats without a tensor scale (MXFP4, MXFP8, AMDFP4) take none
+        encode_scale: 1 / g as FlashInfer and compressed-tensors hold it, for byte equality with them
+        -> QuantizedTensor, codes and scale with ``axis`` moved last
+
+    ``byte = scale_rule(amax of the block)``, ``code = round(x * factor(byte))``; every choice is in the Recipe. A block with NaN or
+    infinity reads NaN under the default recipe and leaves the other blocks alone: the default g is taken from finite values only. An
+    all-zero tensor has g = 1 and zero codes.
+
+    ``scale_layout``: store the scale bytes straight in that layout (no second pass); the result is then a StoredQuantized.
+
+    Raises FormatMismatch for a dtype, shape or second-level scale that does not fit, Fp4Error for an unknown recipe and for NaN or
+    infinity where the recipe says "error".
+
+    >>> q = fp4.quantize(torch.linspace(-6, 6, 32).reshape(1, 32), "mxfp4")
+    >>> q.scale.tolist(), fp4.dequantize(q)[0, :3].tolist()
+    ([[127]], [-6.0, -6.0, -6.0])
+    """
+    last, fmt, how, g, gs, per_expert = _arguments(x, format, recipe, global_scale, encode_scale, axis, "quantize")
+    if scale_layout is not None:
+        return _quantize_stored(last, fmt, how, g, gs, per_expert, scale_layout, tuple(x.shape), axis)
+    codes, scale, used = torch.ops.fp4.quantize(last, fmt.name, how.key, g, gs, per_expert)
+    second = (g if g is not None else used) if fmt.tensor_scale else None
+    return QuantizedTensor(fmt, codes, scale, second, tuple(x.shape), axis, how)
+
+
+def _quantize_stored(
+    x: torch.Tensor,
+    fmt: Format,
+    how: Recipe,
+    g: torch.Tensor | None,
+    gs: torch.Tensor | None,
+    per_expert: bool,
+    layout: Layout | str,
+    shape: tuple[int, ...],
+    axis: int,
+) -> StoredQuantized:
+    order = _layout(layout)
+    byte_shape = (*x.shape[:-1], x.shape[-1] // fmt.block) if x.ndim > 1 else (1, x.shape[-1] // fmt.block)
+    g, gs = ref.resolve_global_scale(x, fmt, how, g, gs, per_expert)
+    if _on_gpu(x):
+        from fp4.ref import triton_quantize
+
+        codes, data = triton_quantize.quantize_blocks(x, fmt, how, g, gs, scale_layout=order)
+    else:
+        codes, plain = ref.quantize_blocks(x, fmt, how, g, gs)
+        data = order.apply(plain.reshape(byte_shape))
+    return StoredQuantized(fmt, codes, Stored(data, order, byte_shape), g, shape, axis, how)
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of q, ``dtype`` q.shape: ``elem[code] * (scale * global_scale)``, in float32, rounded once to ``dtype``.
+
+    A NaN scale byte makes its block NaN. A ue8m0 byte 0 is 2^-127 and 255 is NaN, as OCP MX v1.0 says. Raises FormatMismatch for
+    anything but a QuantizedTensor and a floating-point dtype.
+
+    >>> fp4.dequantize(fp4.quantize(torch.ones(1, 16), "nvfp4"), torch.bfloat16)[0, 0].item()
+    1.0
+    """
+    if not isinstance(q, QuantizedTensor):
+        hint = "call .restore() first" if isinstance(q, StoredQuantized) else "build one with fp4.QuantizedTensor(...)"
+        raise FormatMismatch(f"dequantize: got {type(q).__name__}; need a QuantizedTensor; {hint}")
+    if not isinstance(dtype, torch.dtype) or dtype not in _FLOATS:
+        raise FormatMismatch(f"dequantize: dtype is {dtype}; need torch.float32, bfloat16 or float16")
+    out: torch.Tensor = torch.ops.fp4.dequantize(q.codes, q.scale, q.global_scale, q.format.name, dtype)
+    return out.movedim(-1, q.axis)
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    format: str | Format = "nvfp4",
+    recipe: str | Recipe = "default",
+    global_scale: torch.Tensor | float | str | None = None,
+    axis: int = -1,
+    *,
+    encode_scale: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """``dequantize(quantize(x, ...), x.dtype)``: same shape and dtype as x. The gradient passes straight through to x.
+
+    >>> fp4.fake_quantize(torch.tensor([[0.3] * 31 + [6.0]]), "mxfp4")[0, :1].tolist()
+    [0.5]
+    """
+    last, fmt, how, g, gs, per_expert = _arguments(x, format, recipe, global_scale, encode_scale, axis, "fake_quantize")
+    out: torch.Tensor = torch.ops.fp4.fake_quantize(last, fmt.name, how.key, g, gs, per_expert)
+    return out.movedim(-1, axis)
+
+
+def _layout(layout: Layout | str) -> Layout:
+    if isinstance(layout, str):
+        return catalogue.get(layout)
+    if not hasattr(layout, "apply") or not hasattr(layout, "invert"):
+        raise Fp4Error(f"to_layout: layout is {type(layout).__name__}; need a Layout or one of fp4.layouts.names()")
+    return layout
+
+
+def to_layout(t: torch.Tensor | Stored, layout: Layout | str) -> Stored:
+    """Bytes in another storage order.
+
+    Shapes::
+
+        t: u8 (or an 8-bit dtype) [..., rows, columns], logical order; or a Stored
+        -> Stored with data u8 [..., layout.nbytes of one expert]
+
+    A Stored in the same layout is returned as it is; in another it is LayoutMismatch: restore() it first. Raises LayoutError when
+    the shape does not fit the layout.
+
+    >>> fp4.to_layout(q.scale, "sf_128x4").data
+    """
+    order = _layout(layout)
+    if isinstance(t, Stored):
+        if t.layout == order:
+            return t
+        raise LayoutMismatch(
+            f"to_layout: the bytes are stored as {t.layout}; need plain bytes to store them as {order}; call fp4.to_layout(t.restore(), ..)"
+        )
+    if not isinstance(t, torch.Tensor):
+        raise FormatMismatch(f"to_layout: got {type(t).__name__}; need a byte tensor such as q.scale or q.codes")
+    if t.element_size() != 1 or t.dtype == torch.bool:
+        raise FormatMismatch(f"to_layout: dtype is {t.dtype}; need raw bytes (uint8 or an 8-bit float)")
+    t = t.view(torch.uint8)
+    shape = tuple(t.shape)
+    if (
+        isinstance(order, Layout)
+        and order.name in catalogue.names()
+        and catalogue.get(order.name) == order
+        and len(shape) >= 2
+        and t.numel()
+    ):
+        data = torch.ops.fp4.to_layout(t, order.name)
+    else:
+        data = order.apply(t)
+    return Stored(data, order, shape)
