@@ -1,0 +1,197 @@
+"""W4A16 for few rows of x (decode): warps split k inside the CTA, weights go from device memory straight to tensor-core fragments.
+
+One CTA owns R * WN * 16 output rows and (1 / SPLIT of) all of k. Per step each of the WK warp groups reads U tiles of 16 x 64
+codes for each of its R row tiles with one 16-byte load a lane a tile, D steps ahead of use. x comes through shared memory
+(XS >= 1: ring slots of cp.async) or through global loads (XS = 0). The WK partial sums meet in shared memory; with SPLIT > 1 the
+last CTA to finish a row block adds the partial sums in split order, so that the result does not depend on the order of arrival.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x
+
+
+@gluon.jit
+def _load(p, live, MASKED: gl.constexpr):
+    if MASKED:
+        return gl.load(p, mask=live, other=0, eviction_policy="evict_first")
+    else:
+        return gl.load(p, eviction_policy="evict_first")
+
+
+@gluon.jit
+def finish(
+    r, y_ptr, part_ptr, count_ptr, alpha_ptr, bias_ptr, pn, pk, row0, M, N, SPLIT: gl.constexpr, NR: gl.constexpr, MT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """r: f32 [NR, MT] sums of one CTA -> y[m, n]; the fixed-order reduction over SPLIT is here."""
+    LR: gl.constexpr = r.type.layout
+    rr = row0 + gl.arange(0, NR, layout=gl.SliceLayout(1, LR))
+    rm = gl.arange(0, MT, layout=gl.SliceLayout(0, LR))
+    al = gl.load(alpha_ptr)
+    mk = (rm < M)[None, :] & (rr < N)[:, None]
+    o = rm.to(gl.int64)[None, :] * N + rr[:, None]
+    if SPLIT == 1:
+        t = r * al
+        if HAS_BIAS:
+            t += gl.load(bias_ptr + rr, mask=rr < N, other=0.0).to(gl.float32)[:, None]
+        gl.store(y_ptr + o, t.to(y_ptr.dtype.element_ty), mask=mk)
+    else:
+        mn = M.to(gl.int64) * N
+        gl.store(part_ptr + pk * mn + o, r, mask=mk)
+        barrier()
+        old = gl.atomic_add(count_ptr + pn, 1, sem="acq_rel")
+        if old == SPLIT - 1:
+            t = gl.load(part_ptr + o, mask=mk, other=0.0, cache_modifier=".cg")
+            for j in gl.static_range(1, SPLIT):
+                t += gl.load(part_ptr + j * mn + o, mask=mk, other=0.0, cache_modifier=".cg")
+            t = t * al
+            if HAS_BIAS:
+                t += gl.load(bias_ptr + rr, mask=rr < N, other=0.0).to(gl.float32)[:, None]
+            gl.store(y_ptr + o, t.to(y_ptr.dtype.element_ty), mask=mk)
+            gl.store(count_ptr + pn, 0)
+
+
+@gluon.jit
+def small_m(
+    x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, oc,
+    K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_N: gl.constexpr,
+    WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, MR: gl.constexpr,
+    SPLIT: gl.constexpr, D: gl.constexpr, XS: gl.constexpr,
+):  # fmt: skip
+    """x_ptr: i32 words of x [M, K/2]; MR: rows of x held in shared memory (1, or MT); grid (ceil(N / (16 R WN)), SPLIT)."""
+    NW: gl.constexpr = WK * WN
+    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
+    LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
+    LXC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4 // U, 8 * U], [WK, WN, 1], [2, 1, 0])
+    LX: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [WK, WN, 1, 1], [3, 2, 1, 0])
+    LX3: gl.constexpr = gl.SliceLayout(1, LX)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WK, WN, 1], [1, 16, 8])
+    DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    DOB: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    KT: gl.constexpr = (K + 63) // 64
+    KB: gl.constexpr = (KT + 3) // 4
+    ST: gl.constexpr = WK * U
+    n: gl.constexpr = (KT + SPLIT * ST - 1) // (SPLIT * ST)
+    EVEN_K: gl.constexpr = K % (64 * ST * SPLIT) == 0
+    MASKED: gl.constexpr = not (EVEN_K and EVEN_N)
+    L: gl.constexpr = 64 if KIND == 16 else 32
+    pn = gl.program_id(0)
+    pk = gl.program_id(1)
+    kt0 = pk * (n * ST)
+    rt0 = pn * (WN * R)
+    NT = (N + 15) // 16
+    wk = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LA)))[:, None, None]
+    wn = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LA)))[None, :, None]
+    xa = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :]
+    ra = (xa // (U * 128)) * WN + wn
+    ka = wk * U + (xa % (U * 128)) // 128
+    ap = w_ptr + (rt0.to(gl.int64) * KT + kt0) * 128 + (ra * (KT * 128) + wk * (U * 128) + xa % (U * 128))
+    wks = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS)))[:, None, None]
+    wns = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LS)))[None, :, None]
+    xs = gl.arange(0, R * U * 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
+    rs = (xs // (U * 16)) * WN + wns
+    lane = (xs % (U * 16)) // (U // 2)
+    if KIND == 32:
+        lane = lane // 2
+    word = xs % (U // 2)
+    if U == 2:
+        bs = wks // 2 + word * 0
+        word = wks % 2 + word
+    else:
+        bs = wks * (U // 4) + word // 2
+        word = word % 2
+    sp = s_ptr + (rt0.to(gl.int64) * KB + kt0 // 4) * L + (rs * (KB * L) + bs * L + lane * 2 + word)
+    live_a = (rt0 + ra < NT) & (ka >= 0)
+    live_s = (rt0 + rs < NT) & (bs >= 0)
+    if XS == 0:
+        wx = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[:, None, None, None]
+        mx = gl.arange(0, MT, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None]
+        kx = gl.arange(0, U * 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
+        kx = kt0 * 32 + wx * (U * 32) + kx
+        xp = x_ptr + (gl.where(mx < M, mx, 0) * (K // 2) + kx)
+        x0 = gl.load(xp, mask=(kx < K // 2) & (mx >= 0), other=0) if not EVEN_K else gl.load(xp)
+    else:
+        SX: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8 if MR > 1 else 1, [2, 1, 0])
+        sx = gl.allocate_shared_memory(gl.int32, [XS, WK, MR, U * 32], SX)
+        w3 = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LXC)))[:, None, None]
+        mx = gl.arange(0, MR, layout=gl.SliceLayout(0, gl.SliceLayout(2, LXC)))[None, :, None]
+        kx = gl.arange(0, U * 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LXC)))[None, None, :]
+        kx = kt0 * 32 + w3 * (U * 32) + kx
+        xp = x_ptr + (gl.where(mx < M, mx, 0) * (K // 2) + kx)
+    a0 = _load(ap, live_a & (kt0 + ka < KT), MASKED)
+    s0 = _load(sp, live_s & (kt0 // 4 + bs < KB), MASKED)
+    a1 = a0
+    s1 = s0
+    a3 = a0
+    s3 = s0
+    NPRE: gl.constexpr = 0 if XS == 0 else (n if XS >= n else XS - 1)
+    for i in gl.static_range(NPRE):
+        if EVEN_K:
+            cp_async(sx.index(i), xp + i * (ST * 32))
+        else:
+            cp_async(sx.index(i), xp + i * (ST * 32), mask=(i * (ST * 32) + kx < K // 2) & (mx >= 0))
+        cp_commit()
+    if D > 1 and n > 1:
+        a1 = _load(ap + ST * 128, live_a & (kt0 + ST + ka < KT), MASKED)
+        s1 = _load(sp + (ST * L) // 4, live_s & ((kt0 + ST) // 4 + bs < KB), MASKED)
+    acc = gl.zeros([WK, WN * R * 16, MT], gl.float32, MMA)
+    for i in gl.static_range(n):
+        if i + D < n:
+            a3 = _load(ap + (i + D) * (ST * 128), live_a & (kt0 + (i + D) * ST + ka < KT), MASKED)
+            s3 = _load(sp + (i + D) * ((ST * L) // 4), live_s & ((kt0 + (i + D) * ST) // 4 + bs < KB), MASKED)
+        if XS == 0:
+            x = x0
+            if i + 1 < n:
+                if EVEN_K:
+                    x0 = gl.load(xp + (i + 1) * (ST * 32))
+                else:
+                    x0 = gl.load(xp + (i + 1) * (ST * 32), mask=((i + 1) * (ST * 32) + kx < K // 2) & (mx >= 0), other=0)
+        else:
+            if XS >= n:
+                if MR == 1:
+                    if i == 0:
+                        cp_wait(0)
+                        barrier()
+                else:
+                    cp_wait(n - 1 - i)
+                    barrier()
+            else:
+                cp_wait(XS - 2)
+                barrier()
+            x = sx.index(i % XS).load(LX3)
+            if XS < n:
+                if i + XS - 1 < n:
+                    if EVEN_K:
+                        cp_async(sx.index((i + XS - 1) % XS), xp + (i + XS - 1) * (ST * 32))
+                    else:
+                        cp_async(
+                            sx.index((i + XS - 1) % XS),
+                            xp + (i + XS - 1) * (ST * 32),
+                            mask=((i + XS - 1) * (ST * 32) + kx < K // 2) & (mx >= 0),
+                        )
+                cp_commit()
+        if XS != 0 and MR == 1:
+            x = x.reshape([WK, 1, U * 32])
+            b0, b1 = gl.inline_asm_elementwise("mov.b32 {$0,$1},$2;", "=h,=h,r", [x], dtype=H2 if HALF else B2, is_pure=True, pack=1)
+            bb = gl.join(b0, b1).reshape([WK, 1, U, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1]).reshape([WK, U * 64, 1])
+            zz = gl.zeros([WK, U * 64, MT], bb.dtype, DOB)
+            b, zz = gl.broadcast(gl.convert_layout(bb, DOB, assert_trivial=True), zz)
+        else:
+            b = frag_x(x.reshape([WK, MT, U * 32]), WK, MT, U, HALF)
+            b = gl.convert_layout(b, DOB, assert_trivial=True)
+        acc = mma_v2(frag_a(a0, s0, oc, WK, WN, R, U, KIND, ANY, HALF, DOA), b, acc)
+        if D == 1:
+            a0 = a3
+            s0 = s3
+        else:
+            a0 = a1
+            s0 = s1
+            a1 = a3
+            s1 = s3
+    r = gl.sum(acc, axis=0)
+    finish(r, y_ptr, part_ptr, count_ptr, alpha_ptr, bias_ptr, pn, pk, pn * (WN * R * 16), M, N, SPLIT, WN * R * 16, MT, HAS_BIAS)
