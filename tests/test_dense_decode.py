@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import ptx_model
 import pytest
+import torch
 
 from fp4.errors import Unsupported
 from fp4.gpu.kernels import frag
+from fp4.layouts import layouts
 
+pytestmark = pytest.mark.kernel
 decode = pytest.importorskip("fp4.gpu.kernels.decode")
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -32,8 +35,44 @@ def words(codes: np.ndarray) -> np.ndarray:
     return out.astype(np.uint32)
 
 
-def test_word_table_is_a_permutation():
-    assert sorted(frag.word_table()) == list(range(32))
+def test_word_table_is_the_catalogue_one():
+    assert layouts["frag_w"].word == frag.word_table()
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (48, 320), (33, 112)])
+def test_layouts_match_the_formula_and_invert(shape):
+    """Stored position by an independent formula: lane 4 g + t of tile (no, ko), 16-byte words, scales by 4-tile blocks."""
+    n, k = shape
+    rng = np.random.default_rng(0)
+    code = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    packed = torch.from_numpy(code[:, 0::2] | code[:, 1::2] << 4)
+    got = layouts["frag_w"].apply(packed)
+    word = got.numpy().view(np.uint32)
+    tiles = -(-k // 64)
+    for row, col in zip(rng.integers(0, n, 300), rng.integers(0, k, 300), strict=True):
+        lane, step = 4 * (row % 8) + col % 64 // 16, col % 16 // 4
+        w = word[((row // 16 * tiles + col // 64) * 32 + lane) * 4 + step]
+        e, h, pair = row % 16 // 8, col % 4 // 2, col % 2
+        sign, low = frag._PLACES[e, h]
+        assert (w >> (16 * pair + low) & 7) | (w >> (16 * pair + sign) & 1) << 3 == code[row, col]
+    assert torch.equal(layouts["frag_w"].invert(got, shape=packed.shape), packed)
+    for block in (16, 32):
+        if k % block:
+            continue
+        scale = torch.from_numpy(rng.integers(0, 256, (n, k // block), dtype=np.uint8))
+        layout = layouts[frag.SCALE_LAYOUT[block]]
+        stored = layout.apply(scale)
+        per = 64 // block
+        for row, col in zip(rng.integers(0, n, 300), rng.integers(0, k // block, 300), strict=True):
+            tile, t = col // per, col % per
+            byte = (
+                8 * ((row // 16 * -(-tiles // 4) + tile // 4) * 8 * per + row % 8 * per + t)
+                + tile % 4 // 2 * 4
+                + row % 16 // 8 * 2
+                + tile % 2
+            )
+            assert stored[byte] == scale[row, col]
+        assert torch.equal(layout.invert(stored, shape=scale.shape), scale)
 
 
 def decoded_scales(block, half, any_byte, bias=0, low=0, high=0x7E):

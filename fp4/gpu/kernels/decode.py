@@ -120,7 +120,9 @@ def unpack_scales(s, oc, KIND: tl.constexpr, ANY: tl.constexpr, HALF: tl.constex
     else:
         ASM: tl.constexpr = (S32HA if HALF else S32BA) if ANY else (S32H if HALF else S32B)
     if HALF:
-        a, b, c, d = tl.inline_asm_elementwise(ASM, SC, [s, oc], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1)
+        a, b, c, d = tl.inline_asm_elementwise(
+            ASM, SC, [s, oc], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+        )
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             ASM, SC, [s, oc], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
@@ -132,11 +134,7 @@ def unpack_scales(s, oc, KIND: tl.constexpr, ANY: tl.constexpr, HALF: tl.constex
 def unpack_words(a, s0, s1, HALF: tl.constexpr):
     """a: i32 [...], s0, s1: scales of the same shape -> products [..., e, h, l]."""
     if HALF:
-        o0, o1, o2, o3, o4, o5, o6, o7 = tl.inline_asm_elementwise(
-            WH, WC, [a, s0, s1], dtype=(tl.float16,) * 8, is_pure=True, pack=1
-        )
+        o0, o1, o2, o3, o4, o5, o6, o7 = tl.inline_asm_elementwise(WH, WC, [a, s0, s1], dtype=(tl.float16,) * 8, is_pure=True, pack=1)
     else:
-        o0, o1, o2, o3, o4, o5, o6, o7 = tl.inline_asm_elementwise(
-            WB, WC, [a, s0, s1], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
-        )
+        o0, o1, o2, o3, o4, o5, o6, o7 = tl.inline_asm_elementwise(WB, WC, [a, s0, s1], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1)
     return tl.join(tl.join(tl.join(o0, o4), tl.join(o2, o6)), tl.join(tl.join(o1, o5), tl.join(o3, o7)))

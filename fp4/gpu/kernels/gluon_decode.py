@@ -47,7 +47,18 @@ def unpack_scales(s, oc, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constex
 
 
 @gluon.jit
-def frag_w(a, s, oc, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr):
+def frag_w(
+    a,
+    s,
+    oc,
+    WK: gl.constexpr,
+    WN: gl.constexpr,
+    R: gl.constexpr,
+    U: gl.constexpr,
+    KIND: gl.constexpr,
+    ANY: gl.constexpr,
+    HALF: gl.constexpr,
+):
     """a: i32 [WK, WN, R*U*128], s: i32 [WK, WN, R*U*16] -> products [WK, WN, R, U, g, t, s, e, h, l]."""
     q0, q1, q2, q3 = unpack_scales(s, oc, KIND, ANY, HALF)
     if U >= 4:

@@ -64,7 +64,7 @@ def small_m(
     SPLIT: gl.constexpr, D: gl.constexpr, XS: gl.constexpr,
 ):  # fmt: skip
     """x_ptr: i32 words of x [M, K/2]; MR: rows of x held in shared memory (1, or MT); grid (ceil(N / (16 R WN)), SPLIT)."""
-    NW: gl.constexpr = WK * WN
+    WK * WN
     LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LXC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4 // U, 8 * U], [WK, WN, 1], [2, 1, 0])
@@ -129,7 +129,7 @@ def small_m(
     s1 = s0
     a3 = a0
     s3 = s0
-    NPRE: gl.constexpr = 0 if XS == 0 else (n if XS >= n else XS - 1)
+    NPRE: gl.constexpr = 0 if XS == 0 else (n if n <= XS else XS - 1)
     for i in gl.static_range(NPRE):
         if EVEN_K:
             cp_async(sx.index(i), xp + i * (ST * 32))
@@ -152,7 +152,7 @@ def small_m(
                 else:
                     x0 = gl.load(xp + (i + 1) * (ST * 32), mask=((i + 1) * (ST * 32) + kx < K // 2) & (mx >= 0), other=0)
         else:
-            if XS >= n:
+            if n <= XS:
                 if MR == 1:
                     if i == 0:
                         cp_wait(0)
@@ -164,7 +164,7 @@ def small_m(
                 cp_wait(XS - 2)
                 barrier()
             x = sx.index(i % XS).load(LX3)
-            if XS < n:
+            if n > XS:
                 if i + XS - 1 < n:
                     if EVEN_K:
                         cp_async(sx.index((i + XS - 1) % XS), xp + (i + XS - 1) * (ST * 32))
