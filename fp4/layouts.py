@@ -18,7 +18,7 @@ from typing import Any
 from fp4.errors import LayoutError
 from fp4.layout import Layout
 
-__all__ = ["WORD_A", "WORD_B", "get", "layouts", "names"]
+__all__ = ["WORD_A", "WORD_B", "get", "layouts", "names", "variants"]
 
 _FI, _TK = "FlashInfer", "triton_kernels"
 _TABLE: dict[str, Callable[..., Layout]] = {}
@@ -237,6 +237,21 @@ def triton_gfx1250_sf(columns: int = 4) -> Layout:
 def names() -> list[str]:
     """Names that ``layouts[...]`` accepts, without parameters."""
     return list(_TABLE)
+
+
+#: parameters under which each family is tested and documented; the first is the default
+_VARIANTS: dict[str, list[dict[str, int]]] = {
+    "hopper_value_v3": [{}, {"pad_n": 64, "pad_k": 64}, {"pad_n": 16, "pad_k": 32}],
+    "hopper_value_v2": [{}, {"pad_n": 64, "pad_k": 64}, {"pad_n": 16, "pad_k": 32}],
+    "hopper_sf": [{}, {"num_warps": 4}],
+    "blackwell_value_shuffled": [{}, {"block_k": 256, "block_n": 128}],
+    "triton_gfx1250_sf": [{}, {"columns": 3}],
+}
+
+
+def variants(name: str) -> list[Layout]:
+    """The layouts of one name: one, or one for each usual set of parameters of a family."""
+    return [get(name, **parameters) for parameters in _VARIANTS.get(name, [{}])]
 
 
 def get(name: str, **parameters: int) -> Layout:
