@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from fp4.errors import FormatMismatch
+from fp4.ref.quantize import dequantize_blocks
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["ACCUMULATORS", "check_input", "expert", "matmul", "weight"]
@@ -18,19 +19,15 @@ ACCUMULATORS = (torch.float32, torch.float64)
 def weight(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The stored matrix in ``dtype``: ``[..., n, k]``, the quantised axis last, whatever ``q.axis`` says.
 
-    ``elem[code] * scale`` is exact in float32 (at most 3 + 4 significand bits); the global scale is multiplied in ``dtype``.
+    float32 is ``fp4.dequantize``, bit for bit. In float64 the products are exact: ``elem[code] * scale`` needs at most 2 + 4 significand
+    bits and the global scale 24 more.
     """
     where = f"{q.format} {list(q.shape)}"
     if dtype not in ACCUMULATORS:
         raise FormatMismatch(f"{where}: dtype is {dtype}; the reference computes in float32 or float64")
-    device = q.codes.device
-    elem = torch.from_numpy(q.format.elem.values.copy()).to(device)
-    codes = q.codes
-    if q.format.codes_per_byte == 2:
-        codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    scale = torch.from_numpy(q.format.scale.values.copy()).to(device)[q.scale.int()]
-    blocks = elem[codes.int()].reshape(*scale.shape, q.format.block)
-    value: torch.Tensor = (blocks * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    if dtype == torch.float32:
+        return dequantize_blocks(q.codes, q.scale, q.global_scale, q.format)
+    value = dequantize_blocks(q.codes, q.scale, None, q.format).to(dtype)
     if q.global_scale is not None:
         g = q.global_scale.to(dtype)
         value = value * (g.reshape(-1, *[1] * (value.ndim - 1)) if g.ndim else g)
