@@ -1,1 +1,40 @@
+"""Reading quantised checkpoints: one file a dialect, all of them giving QuantizedTensors in one convention."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from fp4.checkpoint.base import Checkpoint, CheckpointWarning, Dialect, make
+from fp4.checkpoint.compressed_tensors import CompressedTensors
+from fp4.checkpoint.gptoss import GptOss
+from fp4.checkpoint.modelopt import ModelOpt
+from fp4.checkpoint.plain import Plain, Refused
+from fp4.errors import CheckpointError
+
+__all__ = ["DIALECTS", "Checkpoint", "CheckpointWarning", "open_checkpoint"]
+
+#: asked in this order; the first that recognises a checkpoint reads it
+DIALECTS: tuple[Dialect, ...] = (Refused(), CompressedTensors(), ModelOpt(), GptOss(), Plain())
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    trust: str = "config",
+    activations: str | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Open a checkpoint: a folder, a ``.safetensors.index.json`` or one ``.safetensors`` file. Reads headers only.
+
+    ``trust``: "config" makes a disagreement between config and tensors an error; "tensors" believes the tensors and warns.
+    ``activations``: None asks for the activation scales that the config promises; "weight_only" or "dynamic" go on without.
+    ``rename``: config's spelling -> file's spelling of module names, by dotted segments, when a runtime renamed modules.
+
+    Raises CheckpointError for damaged files, missing companions, unknown algorithms, contradictions, and tensors left over.
+    """
+    if trust not in ("config", "tensors"):
+        raise CheckpointError(f"open_checkpoint: trust is {trust!r}; need 'config' or 'tensors'")
+    if activations not in (None, "weight_only", "dynamic"):
+        raise CheckpointError(f"open_checkpoint: activations is {activations!r}; need None, 'weight_only' or 'dynamic'")
+    return make(path, DIALECTS, trust, activations, rename)
