@@ -24,9 +24,9 @@ __all__ = ["CHOICES", "Recipe", "get", "recipes"]
 CHOICES: dict[str, tuple[str, ...]] = {
     # a scaled value half way between two codes: code with even mantissa | larger magnitude | smaller magnitude
     "tie": ("even", "away", "toward_zero"),
-    # sign of a code whose magnitude is zero: that of x, -0.0 included | minus only if x < 0 | plus | minus if x <= 0
+    # sign of a code of magnitude zero: the sign bit of x, -0.0 included | minus only if x < 0 | plus | minus if x <= 0
     "zero_sign": ("keep", "of_value", "positive", "negative"),
-    # code of a NaN element (e2m1 has no NaN): +max | max with the sign bit of the NaN | +0
+    # code of an element that is NaN after scaling (e2m1 has no NaN): +max | max with the sign bit of x | +0
     "nan_code": ("max", "signed_max", "zero"),
     # block that holds a NaN: NaN scale byte, the whole block reads NaN | amax ignores it | Fp4Error before anything is written
     "nan": ("propagate", "ignore", "error"),
@@ -61,7 +61,7 @@ class Recipe:
     name: str = "custom"
     tie: str = "even"
     zero_sign: str = "keep"
-    nan_code: str = "max"
+    nan_code: str = "signed_max"
     nan: str = "propagate"
     inf: str = "propagate"
     # -- ue8m0 ---------------------------------------------------------------
@@ -71,7 +71,7 @@ class Recipe:
     #: True: byte 0 means scale 0 (triton_kernels, FlashInfer >= 0.7.4), so its block gets codes of magnitude 0; False: 2^-127
     ue8m0_zero: bool = False
     # -- e4m3, ue5m3 ----------------------------------------------------------
-    scale_order: str = "(amax/max)/g"
+    scale_order: str = "amax*(gs*(1/max))"
     encode_order: str = "x*min(1/(d*g),FLT_MAX)"
     #: what amax is scaled to, times ``scale_max`` for the largest block: 6 (largest e2m1) or 4
     elem_max: float = 6.0

@@ -12,6 +12,7 @@ rounding would move values next to a tie).
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 
 import torch
@@ -46,11 +47,16 @@ def value_table(elem: ElemFormat, device: torch.device) -> torch.Tensor:
     return torch.tensor(elem.values, dtype=torch.float32, device=device)
 
 
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
 def encode_magnitude(a: torch.Tensor, elem: ElemFormat, tie: str = "even") -> torch.Tensor:
-    """Magnitudes f32 [...], >= 0, to codes without sign, i32 [...]; saturates at the largest finite value. NaN is undefined."""
+    """Magnitudes f32 [...], >= 0, to codes without sign, i32 [...]; saturates at the largest finite value, NaN too."""
     man, emin = elem.man_bits, 1 - elem.bias
-    a = a.clamp(max=elem.max)
-    power = a.view(INT32).bitwise_and(EXPONENT).clamp_(min=(emin + 127) << 23)
+    bits = a.view(INT32).clamp(max=_bits(elem.max))  # on the bits, where NaN is larger than every number
+    a = bits.view(torch.float32)
+    power = bits.bitwise_and(EXPONENT).clamp_(min=(emin + 127) << 23)
     if tie == "even":
         power += (23 - man) << 23
         t = power.view(torch.float32).add_(a).view(INT32)
@@ -67,25 +73,24 @@ def encode_magnitude(a: torch.Tensor, elem: ElemFormat, tie: str = "even") -> to
     return whole.to(INT32) + up + ((exponent - emin) << man)
 
 
-def signed_code(code: torch.Tensor, x: torch.Tensor, elem: ElemFormat, zero_sign: str, nan_code: str) -> torch.Tensor:
-    """Puts the sign of x on magnitude codes i32 and the code for NaN; see ``Recipe``. Returns i32."""
+def signed_code(code: torch.Tensor, x: torch.Tensor, y: torch.Tensor, elem: ElemFormat, zero_sign: str, nan_code: str) -> torch.Tensor:
+    """Puts the sign on magnitude codes i32 and the code for NaN, see ``Recipe``; y is x after scaling, both f32. Returns i32."""
     top = 1 << (elem.bits - 1)
-    bits = x.view(INT32)
+    sign = (x.view(INT32) >> (32 - elem.bits)).bitwise_and_(top)
     if zero_sign == "keep":
-        code |= (bits >> (32 - elem.bits)) & top
+        code |= sign
     elif zero_sign == "of_value":
-        code |= (x < 0).to(INT32) * top
+        code |= (y < 0).to(INT32) * top
     elif zero_sign == "positive":
-        code |= ((x < 0) & (code != 0)).to(INT32) * top
+        code |= ((y < 0) & (code != 0)).to(INT32) * top
     else:  # "negative": every exact zero gets the minus sign
-        code |= (x <= 0).to(INT32) * top
-    nan = x != x
-    largest = elem.nan_codes[0] if elem.nan_codes else elem.codes // 2 - 1
+        code |= (y <= 0).to(INT32) * top
+    largest = elem.nan_codes[0] if elem.nan_codes else top - 1
     if nan_code == "zero":
-        return torch.where(nan, 0, code)
+        return code.masked_fill_(y != y, 0)
     if nan_code == "signed_max":
-        return torch.where(nan, largest | ((bits >> (32 - elem.bits)) & top), code)
-    return torch.where(nan, largest, code)
+        return torch.where(y != y, sign.bitwise_or_(largest), code)
+    return code.masked_fill_(y != y, largest)
 
 
 def _to_f32(x: torch.Tensor, where: str) -> torch.Tensor:
@@ -99,10 +104,10 @@ def _encode(x: torch.Tensor, elem: ElemFormat, tie: str, zero_sign: str, nan_cod
         raise Fp4Error(f"{where}: tie is {tie!r}; need one of even, away, toward_zero")
     x = _to_f32(x, where).contiguous()
     code = encode_magnitude(x.abs(), elem, tie)
-    return signed_code(code, x, elem, zero_sign, nan_code).to(torch.uint8)
+    return signed_code(code, x, x, elem, zero_sign, nan_code).to(torch.uint8)
 
 
-def encode_e2m1(x: torch.Tensor, tie: str = "even", zero_sign: str = "keep", nan_code: str = "max") -> torch.Tensor:
+def encode_e2m1(x: torch.Tensor, tie: str = "even", zero_sign: str = "keep", nan_code: str = "signed_max") -> torch.Tensor:
     """Nearest e2m1 code. x: f32, bf16 or f16 [...] -> u8 [...] in 0..15; |x| > 5 (and infinity) gives 6.
 
     ``tie``, ``zero_sign`` and ``nan_code`` as in ``Recipe``. Source: OCP MX v1.0 section 5.3.3.

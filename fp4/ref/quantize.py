@@ -74,7 +74,6 @@ def _quantize_piece(x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tenso
     """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]."""
     x = x.to(torch.float32).contiguous()
     amax = block_amax(x, recipe)
-    _refuse_nonfinite(x, amax, recipe)
     byte = scale_bytes(amax, fmt, recipe, g, gs)
     return _encode(x, byte, fmt, recipe, g, gs), byte.to(torch.uint8)
 
@@ -83,22 +82,24 @@ def _encode(x: torch.Tensor, byte: torch.Tensor, fmt: Format, recipe: Recipe, g:
     factor, divide = block_factor(byte, fmt, recipe, g, gs)
     y = x / factor[:, None] if divide else x * factor[:, None]
     code = encode_magnitude(y.abs(), fmt.elem, recipe.tie)
-    code = signed_code(code, y, fmt.elem, recipe.zero_sign, recipe.nan_code).to(torch.uint8)
+    code = signed_code(code, x, y, fmt.elem, recipe.zero_sign, recipe.nan_code).to(torch.uint8)
     return pack_nibbles(code) if fmt.codes_per_byte == 2 else code
 
 
-def _refuse_nonfinite(x: torch.Tensor, amax: torch.Tensor, recipe: Recipe) -> None:
-    if recipe.nan != "error" and recipe.inf != "error":
-        return
-    bad = (amax != amax) if recipe.nan == "error" else torch.zeros_like(amax, dtype=torch.bool)
-    if recipe.inf == "error":
-        bad = bad | (x.abs() == torch.inf).any(-1)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0, 0])
-        raise Fp4Error(
-            f"quantize: x holds a NaN or infinity (block {row} of a piece: {x[row][~torch.isfinite(x[row])][0].item()}); "
-            "need finite values; clean x, or use a recipe with nan and inf 'propagate' or 'saturate'"
-        )
+def refuse_nonfinite(x: torch.Tensor, recipe: Recipe) -> None:
+    """Raises Fp4Error when x [..., k] holds what the recipe calls an error, with the first place. Nothing was written by then."""
+    start = 0
+    for piece in _pieces(x, x.shape[-1]) if x.numel() else ():
+        bad = (piece != piece) if recipe.nan == "error" else torch.zeros_like(piece, dtype=torch.bool)
+        if recipe.inf == "error":
+            bad = bad | (piece.abs() == torch.inf)
+        if bool(bad.any()):
+            row, col = (int(i) for i in bad.nonzero()[0])
+            raise Fp4Error(
+                f"quantize: x holds {piece[row, col].item()} in row {start + row}, column {col} (rows of {x.shape[-1]}); "
+                "need finite values; clean x, or use a recipe with nan='propagate' and inf='propagate' or 'saturate'"
+            )
+        start += piece.shape[0]
 
 
 def quantize_blocks(
@@ -124,6 +125,8 @@ def quantize_blocks(
     if k % fmt.block:
         up = -(-k // fmt.block) * fmt.block
         raise FormatMismatch(f"quantize: k = {k} is not a multiple of the {fmt} block {fmt.block}; pad k to {up}")
+    if "error" in (recipe.nan, recipe.inf):
+        refuse_nonfinite(x, recipe)
     codes = torch.empty(*x.shape[:-1], k // fmt.codes_per_byte, dtype=torch.uint8, device=x.device)
     scale = torch.empty(*x.shape[:-1], k // fmt.block, dtype=torch.uint8, device=x.device)
     one = torch.ones((), dtype=torch.float32, device=x.device)

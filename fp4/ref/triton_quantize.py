@@ -1,0 +1,415 @@
+"""Golden Triton kernels: block quantisation and dequantisation by Format and Recipe, byte-equal to ``quantize`` and ``scales``.
+
+One program handles ``tile / block`` consecutive blocks of the row-major tensor; x is read once, 16 bytes a thread, codes and scales
+are written once, so the kernels are bound by memory. Every choice of the Recipe is a compile-time constant. Scale bytes go to any byte
+layout of the catalogue through ``layout_offset``, in the same pass. The kernels hold no index arithmetic per element: strides and
+divisions are per block, and none is left when x is contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fp4.formats import Format
+from fp4.layout import Layout
+from fp4.recipe import Recipe
+from fp4.ref.scales import rcp_approx_table
+from fp4.ref.triton_codes import (
+    bits_of,
+    code_of,
+    decode_e2m1,
+    decode_e4m3,
+    decode_ue5m3,
+    decode_ue8m0,
+    encode_magnitude,
+    from_bits,
+    pack_nibbles,
+    round_even,
+)
+from fp4.ref.triton_layout import layout_offset
+
+__all__ = ["dequantize_blocks", "quantize_blocks"]
+
+#: elements a program, compiled and in the interpreter (where a launch costs more than its work)
+TILE, TILE_INTERPRETED = 4096, 1 << 17
+_SCALE = {"e4m3": 0, "ue5m3": 1, "ue8m0": 2}
+
+
+@triton.jit
+def _rcp(x, table, APPROX: tl.constexpr):
+    """Correctly rounded 1/x, or SM90's rcp.approx.ftz by its measured table, see ``scales.rcp_approx``."""
+    exact = tl.div_rn(1.0, x)
+    if APPROX:
+        mantissa = bits_of(x) & 0x007FFFFF
+        two = (tl.load(table + (mantissa >> 2)).to(tl.int32) >> ((mantissa & 3) * 2)) & 3
+        value = from_bits(bits_of(exact) + two - 1)
+        value = tl.where((exact < 1.1754943508222875e-38) | (mantissa == 0), exact, value)
+        value = tl.where(value < 1.1754943508222875e-38, 0.0, value)
+        exact = tl.where(x < 1.1754943508222875e-38, float("inf"), value)
+    return exact
+
+
+@triton.jit
+def _load_f32(ptr, mask):
+    """Values as f32; bf16 comes as its bits, i16 (the interpreter's own bf16 cast is not exact for subnormals)."""
+    raw = tl.load(ptr, mask=mask, other=0)
+    if raw.dtype == tl.int16:
+        value = from_bits(raw.to(tl.int32) << 16)
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _bf16_bits(x):
+    """f32 -> bits of the nearest bf16, ties to even, in the low half of an i32; NaN stays NaN."""
+    b = bits_of(x)
+    rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded)
+
+
+@triton.jit
+def _bf16(x, ON: tl.constexpr):
+    return from_bits(_bf16_bits(x) << 16) if ON else x
+
+
+@triton.jit
+def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr, TOP: tl.constexpr, FLOOR: tl.constexpr):
+    """amax f32 -> byte i32; RULE in the order of ``CHOICES["scale_rule"]``: ocp_floor, rceil, ceil, even, floor_amax_over_6."""
+    b = bits_of(amax)
+    if RULE == 0:
+        byte = (b >> 23) - EMAX
+    elif RULE == 2:
+        byte = ((b + 0x007FFFFF) >> 23) - EMAX
+    elif RULE == 3:
+        byte = ((b + (1 << (22 - MAN))) >> 23) - EMAX
+    else:
+        d = bits_of(tl.div_rn(amax, TOP))
+        if RULE == 1:
+            byte = tl.where(d <= 0x00400000, 0, (d + 0x007FFFFF) >> 23)
+            if FLOOR > 0:
+                byte = tl.where((d > 0) & (byte < FLOOR), FLOOR, byte)
+        else:
+            byte = d >> 23
+    return tl.minimum(tl.maximum(byte, 0), 254)
+
+
+@triton.jit
+def _scale_value(amax, g, gs, table, ORDER: tl.constexpr, TOP: tl.constexpr, APPROX: tl.constexpr, BF16: tl.constexpr):
+    """The block scale before rounding; ORDER in the order of ``CHOICES["scale_order"]``."""
+    if ORDER == 0:
+        v = tl.div_rn(amax, g * TOP)
+    elif ORDER == 1:
+        v = tl.div_rn(_bf16(tl.div_rn(amax, TOP), BF16), g)
+    elif ORDER == 2:
+        v = _bf16(_bf16(tl.div_rn(amax, TOP), BF16) * gs, BF16)
+    elif ORDER == 3:
+        v = amax * (gs * _rcp(tl.full([1], TOP, tl.float32), table, APPROX))
+    else:
+        v = gs * (amax * _rcp(tl.full([1], TOP, tl.float32), table, APPROX))
+    return v
+
+
+@triton.jit
+def _sign(code, x, y, RULE: tl.constexpr, TOP_BIT: tl.constexpr, SHIFT: tl.constexpr):
+    """``CHOICES["zero_sign"]``: keep, of_value, positive, negative."""
+    if RULE == 0:
+        code = code | ((bits_of(x) >> SHIFT) & TOP_BIT)
+    elif RULE == 1:
+        code = code | tl.where(y < 0, TOP_BIT, 0)
+    elif RULE == 2:
+        code = code | tl.where((y < 0) & (code != 0), TOP_BIT, 0)
+    else:
+        code = code | tl.where(y <= 0, TOP_BIT, 0)
+    return code
+
+
+@triton.jit
+def _place(b, blocks_row, rows_mat, s_mat, s_row, s_k, BLOCK: tl.constexpr, FLAT: tl.constexpr):
+    """Element offset of the first element of block b; no division when rows follow each other without gaps."""
+    if FLAT:
+        start = b * BLOCK
+    else:
+        row = b // blocks_row
+        start = (row // rows_mat) * s_mat + (row % rows_mat) * s_row + (b % blocks_row) * (s_k * BLOCK)
+    return start
+
+
+@triton.jit(do_not_specialize=["blocks", "blocks_row", "rows_mat", "RO", "CO", "bytes_mat"])
+def _quantize_kernel(
+    x_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr,
+    blocks, blocks_row, rows_mat, s_mat, s_row, s_k, RO, CO, bytes_mat,
+    N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
+    DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr,
+    TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
+    RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
+    TARGET: tl.constexpr, SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
+    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
+    b = first + tl.arange(0, N)
+    live = b < blocks
+    e = tl.arange(0, BLOCK)
+    start = _place(b, blocks_row, rows_mat, s_mat, s_row, s_k, BLOCK, FLAT)
+    step = e if FLAT else e * s_k
+    x = _load_f32(x_ptr + start[:, None] + step[None, :], live[:, None])
+
+    # amax on the bits of |x|: the order of magnitudes is that of their bits, infinity and NaN come last
+    magnitude = bits_of(x) & 0x7FFFFFFF
+    if NAN == 1:  # ignore: -1 is below every magnitude and stays only if all are NaN
+        magnitude = tl.where(magnitude > 0x7F800000, -1, magnitude)
+        top = tl.max(magnitude, 1)
+        amax = from_bits(tl.where(top < 0, 0x7FC00000, top))
+    else:
+        amax = from_bits(tl.max(magnitude, 1))
+    bad = amax != amax
+    if INF != 1:
+        bad = bits_of(amax) >= 0x7F800000
+    floored = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax) if AMAX_FLOOR > 0 else amax
+
+    if SCALE == 2:
+        byte = _ue8m0_byte(floored, RULE, EMAX, MAN, TOP, UE8M0_FLOOR)
+        byte = tl.where(bad, 255, byte)
+        power = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
+        if UE8M0_ZERO:
+            power = tl.where(byte == 0, 0, power)
+        factor = from_bits(tl.where(bad, 0x7FC00000, power))
+    else:
+        if EXPERTS:
+            which = (b // blocks_row) // rows_mat
+            g = tl.load(g_ptr + which, mask=live, other=1.0)
+            gs = tl.load(gs_ptr + which, mask=live, other=1.0)
+        else:
+            g = tl.load(g_ptr + tl.zeros([1], tl.int32))
+            gs = tl.load(gs_ptr + tl.zeros([1], tl.int32))
+        v = _scale_value(floored, g, gs, table_ptr, SCALE_ORDER, TARGET, APPROX, BF16)
+        if SCALE_FLOOR > 0:
+            v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
+        S_EMIN: tl.constexpr = -6 if SCALE == 0 else -14
+        S_TOP: tl.constexpr = 448.0 if SCALE == 0 else 114688.0
+        S_NAN: tl.constexpr = 0x7F if SCALE == 0 else 0xFF
+        capped = from_bits(tl.minimum(bits_of(v), bits_of(tl.full([], S_TOP, tl.float32))))
+        d = round_even(capped, 3, S_EMIN)
+        byte = code_of(d, 3, S_EMIN)
+        if UNDERFLOW_BYTE != 0:
+            byte = tl.where(byte == 0, UNDERFLOW_BYTE, byte)
+        if (ZERO_BYTE != UNDERFLOW_BYTE) or (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0):
+            byte = tl.where(amax == 0, ZERO_BYTE, byte)
+        byte = tl.where(bad, S_NAN, byte)
+        if (UNDERFLOW_BYTE != 0) or (ZERO_BYTE != 0) or (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0):
+            d = decode_e4m3(byte) if SCALE == 0 else decode_ue5m3(byte)
+        DIVIDE: tl.constexpr = (ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)
+        if ENCODE_ORDER == 0:
+            factor = tl.div_rn(1.0, d * g)
+            factor = tl.where(factor > 3.4028234663852886e38, 3.4028234663852886e38, factor)
+        elif ENCODE_ORDER == 1:
+            factor = d * g
+        elif ENCODE_ORDER == 2:
+            factor = tl.div_rn(gs, d)
+        elif ENCODE_ORDER == 3:
+            factor = tl.div_rn(d, gs)
+        else:
+            factor = _rcp(d * _rcp(gs, table_ptr, APPROX), table_ptr, APPROX)
+        if UNDERFLOW == 0:
+            factor = tl.where(byte == 0, float("inf") if DIVIDE else 0.0, factor)
+        factor = tl.where(bad, float("nan"), factor)
+
+    if SCALE != 2 and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)):
+        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], [N, BLOCK]))
+    else:
+        y = x * factor[:, None]
+    code = encode_magnitude(tl.abs(y), MAN, EMIN, TOP, TIE)
+    TOP_BIT: tl.constexpr = 8 if PACK else 128
+    SHIFT: tl.constexpr = 28 if PACK else 24
+    code = _sign(code, x, y, ZERO_SIGN, TOP_BIT, SHIFT)
+    NAN_MAX: tl.constexpr = 7 if PACK else 127
+    if NAN_CODE == 0:
+        code = tl.where(y != y, NAN_MAX, code)
+    elif NAN_CODE == 1:
+        code = tl.where(y != y, NAN_MAX | ((bits_of(x) >> SHIFT) & TOP_BIT), code)
+    else:
+        code = tl.where(y != y, 0, code)
+    if PACK:
+        half = tl.arange(0, BLOCK // 2)
+        tl.store(codes_ptr + (b * (BLOCK // 2))[:, None] + half[None, :], pack_nibbles(code), mask=live[:, None])
+    else:
+        tl.store(codes_ptr + (b * BLOCK)[:, None] + e[None, :], code.to(tl.uint8), mask=live[:, None])
+
+    if len(DIGITS) == 0:
+        at = b
+    else:
+        row = b // blocks_row
+        mat = row // rows_mat
+        at = layout_offset(row % rows_mat, b % blocks_row, RO, CO, DIGITS) + mat * bytes_mat
+    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=live)
+
+
+@triton.jit(do_not_specialize=["groups", "groups_mat"])
+def _dequantize_kernel(
+    codes_ptr, scale_ptr, g_ptr, out_ptr, groups, groups_mat,
+    N: tl.constexpr, GROUP: tl.constexpr, PER_BLOCK: tl.constexpr, PACK: tl.constexpr, SCALE: tl.constexpr,
+    TENSOR_SCALE: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A group is 16 bytes of output (a thread's store); PER_BLOCK groups share a scale byte."""
+    first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
+    r = first + tl.arange(0, N)
+    live = r < groups
+    byte = tl.load(scale_ptr + r // PER_BLOCK, mask=live, other=0)
+    if SCALE == 0:
+        s = decode_e4m3(byte)
+    elif SCALE == 1:
+        s = decode_ue5m3(byte)
+    else:
+        s = decode_ue8m0(byte)
+    if TENSOR_SCALE:
+        if EXPERTS:
+            s = s * tl.load(g_ptr + r // groups_mat, mask=live, other=1.0)
+        else:
+            s = s * tl.load(g_ptr + tl.zeros([1], tl.int32))
+    if PACK:
+        h = tl.arange(0, GROUP // 2)
+        packed = tl.load(codes_ptr + (r * (GROUP // 2))[:, None] + h[None, :], mask=live[:, None], other=0).to(tl.int32)
+        value = tl.reshape(tl.join(decode_e2m1(packed), decode_e2m1(packed >> 4)), [N, GROUP])
+    else:
+        h = tl.arange(0, GROUP)
+        value = decode_e4m3(tl.load(codes_ptr + (r * GROUP)[:, None] + h[None, :], mask=live[:, None], other=0))
+    e = tl.arange(0, GROUP)
+    out = value * s[:, None]
+    if out_ptr.dtype.element_ty == tl.int16:  # bf16 where the cast cannot be trusted, see dequantize_blocks
+        cast = _bf16_bits(out).to(tl.int16)
+    else:
+        cast = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (r * GROUP)[:, None] + e[None, :], cast, mask=live[:, None])
+
+
+def interpreted() -> bool:
+    """Whether these kernels were decorated for Triton's interpreter."""
+    return not hasattr(_quantize_kernel, "warmup") or type(_quantize_kernel).__name__ == "InterpretedFunction"
+
+
+def strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """x [..., k] as [matrices, rows, k] with (s_mat, s_row, s_k); copied only when its leading dimensions do not collapse to two."""
+    if x.ndim <= 2:
+        rows = x.reshape(1, -1, x.shape[-1])
+    elif x.ndim == 3:
+        rows = x
+    else:
+        try:
+            rows = x.view(x.shape[0], -1, x.shape[-1])
+        except RuntimeError:
+            rows = x.contiguous().view(x.shape[0], -1, x.shape[-1])
+    return rows, rows.stride(0), rows.stride(1), rows.stride(2)
+
+
+def quantize_blocks(
+    x: torch.Tensor,
+    fmt: Format,
+    recipe: Recipe,
+    global_scale: torch.Tensor | None = None,
+    encode_scale: torch.Tensor | None = None,
+    scale_layout: Layout | None = None,
+    tile: int | None = None,
+    num_warps: int = 4,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``quantize.quantize_blocks``, by Triton.
+
+    Shapes::
+
+        x:            f32, bf16 or f16 [..., k], any strides, on a GPU (or a CPU in the interpreter)
+        global_scale: f32 [] or [x.shape[0]], or None = 1; encode_scale likewise, None = 1 / global_scale
+        -> codes u8 [..., k / codes_per_byte]; scale u8 [..., k / block], or, with ``scale_layout``, u8 [..., nbytes of one expert]
+           in its storage order, padding filled with its fill byte
+
+    With ``recipe.nan`` or ``inf`` = "error" the check reads x on the host side once (a synchronisation). Layouts with a word table or
+    nibble units raise LayoutError: their scales go through ``Layout.apply``.
+    """
+    rows, s_mat, s_row, s_k = strides(x)
+    mats, rows_mat, k = rows.shape
+    blocks_row = k // fmt.block
+    blocks = mats * rows_mat * blocks_row
+    if "error" in (recipe.nan, recipe.inf):
+        _refuse(x, recipe)
+    codes = torch.empty(*x.shape[:-1], k // fmt.codes_per_byte, dtype=torch.uint8, device=x.device)
+    digits, free, bytes_mat, scale = _scale_storage(x, fmt, scale_layout, mats, rows_mat, blocks_row)
+    if not blocks:
+        return codes, scale
+    one = torch.ones(1, dtype=torch.float32, device=x.device)
+    g = one if global_scale is None else global_scale.to(torch.float32).reshape(-1)
+    gs = torch.reciprocal(g) if encode_scale is None else encode_scale.to(torch.float32).reshape(-1)
+    approx = recipe.reciprocal != "exact"
+    size = tile or (TILE_INTERPRETED if interpreted() else TILE)
+    n = min(size // fmt.block, triton.next_power_of_2(blocks))
+    flat = s_k == 1 and s_row == k and (mats == 1 or s_mat == rows_mat * k)
+    reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
+    elem = fmt.elem
+    _quantize_kernel[(triton.cdiv(blocks, n),)](
+        rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows, codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
+        blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
+        N=n, BLOCK=fmt.block, PACK=fmt.codes_per_byte == 2, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1,
+        DIGITS=digits, MAN=elem.man_bits, EMIN=1 - elem.bias, TOP=elem.max, EMAX=2 if elem.bits == 4 else 8, SCALE=_SCALE[fmt.scale.name],
+        TIE=recipe.code("tie"), ZERO_SIGN=recipe.code("zero_sign"), NAN_CODE=recipe.code("nan_code"),
+        NAN=recipe.code("nan"), INF=recipe.code("inf"),
+        RULE=recipe.code("scale_rule"), UE8M0_FLOOR=recipe.ue8m0_floor, UE8M0_ZERO=recipe.ue8m0_zero,
+        SCALE_ORDER=recipe.code("scale_order"), ENCODE_ORDER=recipe.code("encode_order"), TARGET=recipe.elem_max,
+        SCALE_FLOOR=recipe.scale_floor, ZERO_BYTE=recipe.zero_byte, UNDERFLOW_BYTE=recipe.underflow_byte,
+        UNDERFLOW=recipe.code("underflow"), APPROX=approx, AMAX_FLOOR=recipe.amax_floor, BF16=recipe.bf16_scales,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return codes, scale
+
+
+def _scale_storage(
+    x: torch.Tensor, fmt: Format, layout: Layout | None, mats: int, rows_mat: int, blocks_row: int
+) -> tuple[tuple[Any, ...], tuple[int, int], int, torch.Tensor]:
+    """(digits, free extents, bytes a matrix, buffer) of the scales; plain order has no digits."""
+    if layout is None:
+        return (), (1, 1), 0, torch.empty(*x.shape[:-1], blocks_row, dtype=torch.uint8, device=x.device)
+    from fp4.errors import LayoutError
+
+    if getattr(layout, "word", None) is not None or getattr(layout, "unit", "") != "byte":
+        raise LayoutError(f"quantize: layout {layout} permutes bits or nibbles; need a byte layout; quantise plain, then fp4.to_layout")
+    shape = (rows_mat, blocks_row)
+    bytes_mat = layout.nbytes(shape)
+    make = torch.empty if layout.padded(shape) == shape else lambda *a, **kw: torch.full(a, layout.fill, **kw)
+    lead = x.shape[:1] if x.ndim >= 3 else ()
+    buffer = make(*lead, bytes_mat, dtype=torch.uint8, device=x.device)
+    return tuple(layout.digits), layout.extents(shape), bytes_mat, buffer
+
+
+def _refuse(x: torch.Tensor, recipe: Recipe) -> None:
+    from fp4.ref.quantize import refuse_nonfinite
+
+    refuse_nonfinite(x, recipe)
+
+
+def dequantize_blocks(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    fmt: Format,
+    dtype: torch.dtype = torch.float32,
+    tile: int | None = None,
+    num_warps: int = 4,
+) -> torch.Tensor:
+    """As ``quantize.dequantize_blocks``, by Triton: ``elem[code] * (scale * global_scale)``, rounded once to ``dtype``."""
+    codes, scale = codes.contiguous(), scale.contiguous()
+    out = torch.empty(*codes.shape[:-1], codes.shape[-1] * fmt.codes_per_byte, dtype=dtype, device=codes.device)
+    if not out.numel():
+        return out
+    group = 16 // dtype.itemsize
+    groups = out.numel() // group
+    size = tile or (TILE_INTERPRETED if interpreted() else TILE)
+    n = min(size // group, triton.next_power_of_2(groups))
+    g = scale if global_scale is None else global_scale.to(torch.float32).reshape(-1)
+    _dequantize_kernel[(triton.cdiv(groups, n),)](
+        # cvt.rn.bf16.f32 is IEEE on SM80 and later; the interpreter's cast is not, there the kernel rounds by integers
+        codes, scale, g, out.view(torch.int16) if interpreted() and dtype == torch.bfloat16 else out, groups, groups // max(1, g.numel()),
+        N=n, GROUP=group, PER_BLOCK=fmt.block // group, PACK=fmt.codes_per_byte == 2, SCALE=_SCALE[fmt.scale.name],
+        TENSOR_SCALE=global_scale is not None, EXPERTS=global_scale is not None and g.numel() > 1, WIDE=out.numel() >= 2**31 - size,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return out
