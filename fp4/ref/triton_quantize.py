@@ -347,7 +347,8 @@ def quantize_blocks(
     reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
     elem = fmt.elem
     _quantize_kernel[(triton.cdiv(blocks, n),)](
-        rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows, codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
+        rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows,
+        codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
         blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
         N=n, BLOCK=fmt.block, PACK=fmt.codes_per_byte == 2, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1,
         DIGITS=digits, MAN=elem.man_bits, EMIN=1 - elem.bias, TOP=elem.max, EMAX=2 if elem.bits == 4 else 8, SCALE=_SCALE[fmt.scale.name],
