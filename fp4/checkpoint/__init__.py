@@ -6,16 +6,34 @@ import os
 from collections.abc import Mapping
 
 from fp4.checkpoint.base import Checkpoint, CheckpointWarning, Dialect, make
+from fp4.checkpoint.comfy import Comfy
 from fp4.checkpoint.compressed_tensors import CompressedTensors
+from fp4.checkpoint.deepseek import DeepSeek
+from fp4.checkpoint.fouroversix import FourOverSix
 from fp4.checkpoint.gptoss import GptOss
+from fp4.checkpoint.mlx import MLX
 from fp4.checkpoint.modelopt import ModelOpt
 from fp4.checkpoint.plain import Plain, Refused
+from fp4.checkpoint.quark import Quark
+from fp4.checkpoint.torchao import TorchAO
 from fp4.errors import CheckpointError
 
 __all__ = ["DIALECTS", "Checkpoint", "CheckpointWarning", "open_checkpoint"]
 
 #: asked in this order; the first that recognises a checkpoint reads it
-DIALECTS: tuple[Dialect, ...] = (Refused(), CompressedTensors(), ModelOpt(), GptOss(), Plain())
+DIALECTS: tuple[Dialect, ...] = (
+    Refused(),
+    TorchAO(),
+    Comfy(),
+    MLX(),
+    CompressedTensors(),
+    ModelOpt(),
+    GptOss(),
+    Quark(),
+    DeepSeek(),
+    FourOverSix(),
+    Plain(),
+)
 
 
 def open_checkpoint(

@@ -11,20 +11,34 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fp4 import formats
-from fp4.checkpoint.linear import PACKED, plural, shown
+from fp4.checkpoint.linear import FLOATS, PACKED, plural, shown
 from fp4.checkpoint.record import Record, Spec
 from fp4.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fp4.checkpoint.base import Plan
 
-__all__ = ["build_fused"]
+__all__ = ["build_fused", "fused_floats"]
+
+
+def fused_floats(plan: Plan, spec_of: Callable[[str], Spec | None]) -> None:
+    """Raise CheckpointError for stacked experts that the config means to be quantised and the file holds as floats."""
+    entries = plan.store.entries
+    floats = [
+        n
+        for n in plan.free()
+        if len(entries[n].shape) == 3 and entries[n].dtype in FLOATS and n.endswith("_proj") and "experts" in n and spec_of(n)
+    ]
+    if floats:
+        spec = spec_of(floats[0])
+        origin = spec.origin if spec else "the config"
+        plan.disagree(f"{plural(len(floats), 'tensor')} not quantised in the file though {origin}: {shown(floats)}")
 
 
 def build_fused(plan: Plan, spec_of: Callable[[str], Spec | None], why_not: Callable[[str], str]) -> None:
     """Add a record for each stacked expert tensor. Raises CheckpointError for missing or misshapen companions."""
     entries = plan.store.entries
-    excluded, missing, floats = [], [], []
+    excluded, missing = [], []
     for name in plan.free():
         entry = entries[name]
         last = name.rpartition(".")[2]
@@ -33,10 +47,6 @@ def build_fused(plan: Plan, spec_of: Callable[[str], Spec | None], why_not: Call
         fastdeploy = last.endswith("_weight")
         stem = name.removesuffix("_weight") if fastdeploy else name
         spec = spec_of(stem)
-        if entry.dtype in ("BF16", "F16", "F32"):
-            if spec is not None and "experts" in name and last.endswith("_proj"):
-                floats.append(name)
-            continue
         if entry.dtype not in PACKED:
             continue
         if f"{stem}_weight_scale" not in entries:
@@ -58,9 +68,7 @@ def build_fused(plan: Plan, spec_of: Callable[[str], Spec | None], why_not: Call
         )
     if excluded:
         plan.disagree(f"{plural(len(excluded), 'module')} packed as FP4 in the file though {why_not(excluded[0])}: {shown(excluded)}")
-    if floats:
-        spec = spec_of(floats[0])
-        plan.disagree(f"{plural(len(floats), 'tensor')} not quantised in the file though {spec.origin if spec else ''}: {shown(floats)}")
+    fused_floats(plan, spec_of)
 
 
 def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | None) -> Record:

@@ -11,6 +11,7 @@ import torch
 from fp4.checkpoint.index import Store
 from fp4.errors import CheckpointError
 from fp4.formats import Format
+from fp4.ref.quantize import dequantize_blocks
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["Record", "Rule", "Spec"]
@@ -39,6 +40,8 @@ class Rule:
 
     divide: bool = False
     factor: float = 1.0
+    #: factor to use instead when some e4m3 block scale is above 384 (fouroversix's static mode)
+    over_448: float | None = None
 
     def __str__(self) -> str:
         return "divisor" if self.divide else "multiplier" if self.factor == 1.0 else f"multiplier (times {self.factor:g})"
@@ -155,8 +158,10 @@ class Reader:
     def scales(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """(scale, global multiplier, experts or [] that are all zero). Checks bytes and the second level's range."""
         record, store = self.record, self.store
-        second = multiplier(store, record, "global")
         scale = self.stored_scale()
+        second = multiplier(store, record, "global")
+        if second is not None and record.global_rule.over_448 is not None and scale.numel() and int(scale.max()) > 0x7C:
+            second = second / record.global_rule.factor * record.global_rule.over_448
         where = record.where(store, "scale")
         zero = None if second is None else second.eq(0)
         if second is not None and zero is not None and bool(zero.any()):
@@ -299,7 +304,7 @@ def dequantize_record(
         assert record.format is not None
         exact = torch.float32 if extras is not None else dtype
         for at, codes, scale, factor in Reader(store, record, note, trust_range).pieces():
-            put(at, decode_blocks(codes, scale, factor, record.format, exact))
+            put(at, dequantize_blocks(codes, scale, factor, record.format, exact))
     return out
 
 
@@ -335,15 +340,3 @@ def _fp8_scale(store: Store, record: Record) -> torch.Tensor:
     if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
         raise CheckpointError(f"{record.where(store, 'scale')}: holds a NaN, infinite or negative FP8 scale")
     return value
-
-
-def decode_blocks(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | None, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """``dtype`` [rows, k] values of contiguous blocks."""
-    table = torch.from_numpy(fmt.elem.values.copy())
-    if fmt.codes_per_byte == 2:
-        table = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)
-    values = table[codes.int()].reshape(codes.shape[0], -1, fmt.block)
-    value = values * torch.from_numpy(fmt.scale.values.copy())[scale.int()].unsqueeze(-1)
-    if factor is not None:
-        value = value * factor
-    return value.reshape(codes.shape[0], -1).to(dtype)
