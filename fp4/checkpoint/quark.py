@@ -88,8 +88,10 @@ class _Settings:
             size = weight.get("block_size")
             if scheme not in ("per_tensor", "per_channel", "per_block", "per_group", None):
                 raise CheckpointError(f"{place}: fp8_e4m3 with qscheme {scheme!r} is not read")
-            square = isinstance(size, list) and len(size) == 2 and all(type(b) is int and b > 0 for b in size)
-            return Spec("fp8", f"{where} says fp8_e4m3", block=(size[0], size[1]) if square else None)
+            square = (
+                (size[0], size[1]) if isinstance(size, list) and len(size) == 2 and all(type(b) is int and b > 0 for b in size) else None
+            )
+            return Spec("fp8", f"{where} says fp8_e4m3", block=square)
         if dtype == "mx":
             raise CheckpointError(f"{place}: dtype 'mx' is Quark's legacy packing of 17 bytes for 32 values; export it again as fp4")
         if dtype != "fp4":

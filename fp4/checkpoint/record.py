@@ -255,9 +255,9 @@ class Reader:
 
 def unswizzle(raw: torch.Tensor, want: tuple[int, ...]) -> torch.Tensor:
     """u8 [..., n, k / block] from bytes in 128x4 tiles, padding dropped."""
-    from fp4.layouts import layouts  # imported late: most dialects never need a layout
+    from fp4 import layouts  # imported late: most dialects never need a layout
 
-    layout = layouts["sf_128x4"]
+    layout = layouts.get("sf_128x4")
     lead = math.prod(want[:-2])
     each = raw.reshape(lead, -1) if lead else raw.reshape(0, 0)
     if lead == 1:

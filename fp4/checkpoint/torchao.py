@@ -65,9 +65,11 @@ class TorchAO:
         if unknown and not plan.trust_tensors:
             raise CheckpointError(f"{where}: unknown key {', '.join(unknown[:10])} in _data; use trust='tensors' to go on")
         names = value.get("_tensor_data_names")
-        known_names = isinstance(names, list) and all(isinstance(n, str) and n in _PARTS for n in names)
-        if not known_names or not {"qdata", "scale"} <= set(names):
-            raise CheckpointError(f"{where}: _tensor_data_names is {names!r}; need qdata, scale and optional tensor scales")
+        names = names if isinstance(names, list) and all(isinstance(n, str) and n in _PARTS for n in names) else []
+        if not {"qdata", "scale"} <= set(names):
+            raise CheckpointError(
+                f"{where}: _tensor_data_names is {value.get('_tensor_data_names')!r}; need qdata, scale and optional tensor scales"
+            )
         parent, _, leaf = name.rpartition(".")
         stem = f"{parent}._{leaf}" if parent else f"_{leaf}"
         missing = [f"{stem}_{n}" for n in names if f"{stem}_{n}" not in entries]
