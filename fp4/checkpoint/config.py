@@ -13,7 +13,7 @@ from fp4.errors import CheckpointError
 __all__ = ["Config", "check_keys", "listed", "mapping"]
 
 #: keys of config.json that hold a whole sub-model's config, where multimodal families put ``quantization_config``
-_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def check_keys(block: Mapping[str, Any], known: frozenset[str] | set[str], where: str) -> None:
@@ -62,7 +62,7 @@ class Config:
             if (root / name).is_file():
                 setattr(config, attribute, read_json(root / name))
         found: list[tuple[str, dict[str, Any]]] = []
-        for key in (None, *_NESTED):
+        for key in (None, *NESTED):
             block = config.model if key is None else config.model.get(key)
             if isinstance(block, dict) and block.get("quantization_config") is not None:
                 where = "config.json " + (f"{key}." if key else "") + "quantization_config"
@@ -84,7 +84,7 @@ class Config:
 
     def get(self, key: str) -> Any:
         """A value of the model config, looked for in the sub-model configs too."""
-        for block in (self.model, *(self.model.get(k) for k in _NESTED)):
+        for block in (self.model, *(self.model.get(k) for k in NESTED)):
             if isinstance(block, dict) and key in block:
                 return block[key]
         return None

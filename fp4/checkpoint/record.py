@@ -261,7 +261,8 @@ def unswizzle(raw: torch.Tensor, want: tuple[int, ...]) -> torch.Tensor:
     lead = math.prod(want[:-2])
     each = raw.reshape(lead, -1) if lead else raw.reshape(0, 0)
     if lead == 1:
-        return layout.invert(each[0], shape=want[-2:]).reshape(want)
+        plain: torch.Tensor = layout.invert(each[0], shape=want[-2:])
+        return plain.reshape(want)
     return torch.stack([layout.invert(e, shape=want[-2:]) for e in each]).reshape(want)
 
 
