@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fp4.errors import LayoutError
-from fp4.layout_spec import DIMS, Axis, Digit, canonical, digits, parse, shifts
+from fp4.layout_spec import DIMS, Axis, Digit, WordProgram, canonical, digits, parse, word_program
 
 __all__ = ["ByteRange", "Chain", "Layout", "Reason", "Segmented"]
 
@@ -68,11 +68,20 @@ class Reason:
         return self.text
 
 
-def _map_words(y: torch.Tensor, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+def _map_words(y: torch.Tensor, program: WordProgram) -> torch.Tensor:
     w = y.contiguous().view(torch.int32)
+
+    def swap(w: torch.Tensor, shift: int, mask: int) -> torch.Tensor:
+        t = (w ^ (w >> shift)) & mask
+        return w ^ t ^ (t << shift)
+
+    for shift, mask in program.before:
+        w = swap(w, shift, mask)
     out = torch.zeros_like(w)
-    for shift, mask in pairs:
+    for shift, mask in program.pairs:
         out |= (w >> shift if shift >= 0 else w << -shift) & mask
+    for shift, mask in program.after:
+        out = swap(out, shift, mask)
     return out.view(torch.uint8)
 
 
@@ -251,13 +260,22 @@ class Layout(Orders):
     # ---- bytes -------------------------------------------------------------------------------------------------------------
 
     def apply(self, x: Any) -> Any:
-        """x: one-byte dtype [..., rows, columns], torch or numpy, any strides -> u8 [..., nbytes of one expert] in storage order."""
+        """x: one-byte dtype [..., rows, columns], torch or numpy, any strides -> u8 [..., nbytes of one expert] in storage order.
+
+        CUDA tensors go through the Triton kernel (``fp4.gpu.kernels.permute``), which writes the same bytes.
+        """
         t, numpy = as_bytes(self._where, x)
         g = self.geometry(t.shape)
+        if t.is_cuda:
+            from fp4.gpu.kernels import permute
+
+            if permute.can(self):
+                return permute.apply(self, t)
         y = self._apply(t, g)
         return y.numpy() if numpy else y
 
     def _apply(self, t: torch.Tensor, g: Geometry) -> torch.Tensor:
+        self.check_words(g)
         per_byte = self.units_per_byte
         right, down = (g.pcols - g.cols) // per_byte, g.prows - g.rows
         if right or down:
@@ -271,18 +289,24 @@ class Layout(Orders):
         t = (t.flip(flips) if flips else t).reshape(*g.lead, g.prows * g.pcols)
         if per_byte == 2:
             t = t[..., 0::2] | t[..., 1::2] << 4
-        return t.contiguous() if self.word is None else _map_words(t, self._word_shifts(g))
+        return t.contiguous() if self.word is None else _map_words(t, self.word_program())
 
     def invert(self, y: Any, shape: Sequence[int]) -> Any:
         """Storage y of any shape and dtype, contiguous -> u8 ``shape`` [..., rows, columns]; padding is dropped, never read."""
         g = self.geometry(shape)
         flat, numpy = as_storage(self._where, y, math.prod(g.lead) * g.prows * g.pcols // self.units_per_byte)
+        if flat.is_cuda:
+            from fp4.gpu.kernels import permute
+
+            if permute.can(self):
+                return permute.invert(self, flat, tuple(int(n) for n in shape))
         x = self._invert(flat, g)
         return x.numpy() if numpy else x
 
     def _invert(self, flat: torch.Tensor, g: Geometry) -> torch.Tensor:
+        self.check_words(g)
         if self.word is not None:
-            flat = _map_words(flat, self._word_shifts(g, inverse=True))
+            flat = _map_words(flat, self.word_program(inverse=True))
         if self.units_per_byte == 2:
             flat = torch.stack((flat & 15, flat >> 4), -1)
         lead = len(g.lead)
@@ -294,16 +318,14 @@ class Layout(Orders):
             t = t[..., 0::2] | t[..., 1::2] << 4
         return t[..., : g.rows, : g.cols // self.units_per_byte].contiguous()
 
-    def _word_shifts(self, g: Geometry, inverse: bool = False) -> tuple[tuple[int, int], ...]:
-        if g.prows * g.pcols // self.units_per_byte % 4:
+    def check_words(self, g: Geometry) -> None:
+        """Raise LayoutError when the stored bytes are not whole 32-bit words although the layout has a word table."""
+        if self.word is not None and g.prows * g.pcols // self.units_per_byte % 4:
             raise LayoutError(f"{self._where}: {g.prows * g.pcols} {self.unit}s are not whole 32-bit words, which the word table needs")
-        return self.word_shifts(inverse)
 
-    def word_shifts(self, inverse: bool = False) -> tuple[tuple[int, int], ...]:
-        """The word table as (right shift, output mask) pairs, int32; empty without a table."""
-        if self.word is None:
-            return ()
-        return shifts(self.word if not inverse else [self.word.index(j) for j in range(32)])
+    def word_program(self, inverse: bool = False) -> WordProgram:
+        """The word table as shifts and masks; empty without a table."""
+        return WordProgram((), (), ()) if self.word is None else word_program(self.word, inverse)
 
     # ---- addresses ---------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fp4.errors import LayoutError
 
-__all__ = ["DIMS", "Axis", "Digit", "canonical", "digits", "parse", "shifts"]
+__all__ = ["DIMS", "Axis", "Digit", "WordProgram", "canonical", "digits", "parse", "word_program"]
 
 _TOKEN = re.compile(r"([A-Za-z_]+)(\d*)\Z")
 DIMS = ("rows", "columns")
@@ -116,9 +116,37 @@ def digits(axes: Sequence[Axis], order: Sequence[int]) -> tuple[Digit, ...]:
     return tuple(out)
 
 
-def shifts(word: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(right shift, mask of output bits) pairs: out = OR of (in >> shift) & mask. Negative: shift left."""
+#: delta swaps (shift, mask) that bring the even nibbles of a 32-bit word into its low half and the odd ones into its high half
+_HALVES = ((4, 0x00F000F0), (8, 0x0000FF00))
+
+
+class WordProgram(NamedTuple):
+    """A word table as int32 operations, in this order.
+
+    before, after: delta swaps ``t = (w ^ (w >> s)) & m; w ^= t ^ (t << s)``. pairs: ``w = OR of ((w >> s) & m)``, a negative s shifts
+    left. Tables that treat both halves alike (all of bf16 pair decoding) need half as many shifts once the nibbles are sorted by halves.
+    """
+
+    before: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...]
+    after: tuple[tuple[int, int], ...]
+
+
+def _pairs(word: Sequence[int]) -> tuple[tuple[int, int], ...]:
     masks: dict[int, int] = {}
     for out, src in enumerate(word):
         masks[src - out] = masks.get(src - out, 0) | 1 << out
     return tuple((s, m - (1 << 32) if m >> 31 else m) for s, m in sorted(masks.items()))
+
+
+def word_program(word: Sequence[int], inverse: bool = False) -> WordProgram:
+    """Operations for ``out bit j = in bit word[j]``, or for the inverse, by the shorter of two ways."""
+    table = [list(word).index(j) for j in range(32)] if inverse else list(word)
+    direct = WordProgram((), _pairs(table), ())
+    # where bit i of a word lies after _HALVES: nibble n of eight goes to n // 2, odd ones 4 further
+    sorted_at = [((n % 2) * 4 + n // 2) * 4 + b for n in range(8) for b in range(4)]
+    if inverse:
+        halves = WordProgram((), _pairs([table[sorted_at.index(j)] for j in range(32)]), _HALVES[::-1])
+    else:
+        halves = WordProgram(_HALVES, _pairs([sorted_at[j] for j in table]), ())
+    return halves if len(halves.pairs) + 4 < len(direct.pairs) else direct

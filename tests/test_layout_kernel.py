@@ -1,0 +1,163 @@
+"""The Triton permute kernel and the device offset function against the torch path (interpreter on a CPU, compiled on a GPU)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import fp4
+from fp4 import layouts as catalogue
+from fp4.gpu.kernels import permute
+from fp4.layout import Layout
+from fp4.layout_doc import sample_shape
+from fp4.ref.triton_layout import layout_offset
+from fp4.testing import assert_same_bytes
+from fp4.testing.goldens import counter_bytes
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+LAYOUTS = [layout for name in catalogue.names() for layout in catalogue.variants(name)]
+IDS = [f"{layout.name}-{layout.multiple[0]}x{layout.multiple[1]}" for layout in LAYOUTS]
+
+
+def shapes(layout: Layout) -> list[tuple[int, ...]]:
+    """Three tiles each way with experts, and ragged (or odd numbers of tiles) without."""
+    whole = (2, *sample_shape(layout, 3 * layout.multiple[0], 3 * layout.multiple[1]))
+    ragged = list(sample_shape(layout, layout.multiple[0], 5 * layout.multiple[1]))
+    if layout.pad is not None:
+        ragged = [n - (layout.multiple[d] // 2 if layout.pad[d] is not None else 0) for d, n in enumerate(ragged)]
+    return [whole, (max(ragged[0], 1), max(ragged[1], 1))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_kernel_writes_the_same_bytes(layout: Layout) -> None:
+    if not permute.can(layout):
+        pytest.skip("an axis of 3: served by the torch path (fewer than 4 scale columns)")
+    for shape in shapes(layout):
+        x = torch.from_numpy(counter_bytes(shape))
+        want = layout._apply(x, layout.geometry(shape))
+        got = permute.apply(layout, x.to(DEVICE))
+        assert_same_bytes(got, want, layout=layout, shape=shape)
+        assert_same_bytes(permute.invert(layout, got, shape), x)
+
+
+def test_only_axes_of_three_are_left_to_torch() -> None:
+    assert [layout.spec for layout in LAYOUTS if not permute.can(layout)] == ["(mo m4 m32) (ko k3) -> mo ko m32 m4 k3"]
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "RO", "CO"])
+def _offsets(out, rows, cols, RO, CO, WIDE: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, col = i // cols, i % cols
+    if WIDE:
+        row, col = row.to(tl.int64), col.to(tl.int64)
+    tl.store(out + i, layout_offset(row, col, RO, CO, DIGITS), mask=i < rows * cols)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_device_offset(layout: Layout) -> None:
+    shape = sample_shape(layout, 3 * layout.multiple[0], 3 * layout.multiple[1])
+    g = layout.geometry(shape)
+    out = torch.full((g.prows, g.pcols), -1, dtype=torch.int64, device=DEVICE)
+    _offsets[(triton.cdiv(out.numel(), 16384),)](out, g.prows, g.pcols, *g.free, WIDE=False, DIGITS=layout.digits, BLOCK=16384)
+    want = layout.offset(shape, np.arange(g.prows)[:, None], np.arange(g.pcols))
+    assert np.array_equal(out.cpu().numpy(), want)
+
+
+def test_device_offset_is_64_bit_when_its_arguments_are() -> None:
+    layout = fp4.layouts["marlin_sf"]  # K outermost: the second column lies after all rows
+    ro, big = 2**27, 2**33
+    out = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    _offsets[(1,)](out, 1, 2, ro, 2, WIDE=True, DIGITS=layout.digits, BLOCK=2)
+    assert out.tolist() == [[0, big]] == [[layout.offset((64 * ro, 2), 0, k) for k in (0, 1)]]
+
+
+@pytest.mark.parametrize("name", ["sf_128x4", "marlin_w", "hopper_value_v3", "trtllm_rows_32"])
+def test_kernel_never_reads_or_writes_outside(name: str) -> None:
+    """Storage lies between guard bytes, the input too; padding is written as fill and poison in it is never read back."""
+    layout = fp4.layouts[name]
+    shape = sample_shape(layout, 2 * layout.multiple[0], 2 * layout.multiple[1])
+    if layout.pad is not None:
+        shape = (shape[0] - 7, shape[1] - 2)
+    n, m = layout.nbytes(shape), shape[0] * shape[1]
+    guarded = torch.full((m + 128,), 0xEE, dtype=torch.uint8, device=DEVICE)
+    x = guarded[64 : 64 + m].view(shape)
+    x.copy_(torch.from_numpy(counter_bytes(shape)))
+    out = torch.full((n + 128,), 0xDD, dtype=torch.uint8, device=DEVICE)
+    permute._launch(layout, x, out[64 : 64 + n], False, permute.TILE_BYTES, permute.WARPS)
+    assert (out[:64] == 0xDD).all()
+    assert (out[64 + n :] == 0xDD).all()
+    assert_same_bytes(out[64 : 64 + n], layout._apply(x.cpu(), layout.geometry(shape)), layout=layout, shape=shape)
+    back = torch.full((m + 128,), 0xCC, dtype=torch.uint8, device=DEVICE)
+    permute._launch(layout, back[64 : 64 + m].view(shape), out[64 : 64 + n], True, permute.TILE_BYTES, permute.WARPS)
+    assert (back[:64] == 0xCC).all()
+    assert (back[64 + m :] == 0xCC).all()
+    assert_same_bytes(back[64 : 64 + m].view(shape), x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_one_binary_for_all_shapes(layout: Layout) -> None:
+    """What the compiler sees depends on the layout and on the alignment class (here the best) and not on the shape.
+
+    Extents of 2^31 bytes and more are one more binary, with 64-bit indices inside tiles.
+    """
+    if not permute.can(layout):
+        pytest.skip("an axis of 3: served by the torch path (fewer than 4 scale columns)")
+    keys = set()
+    for tiles in (16, 32, 48, 80, 112, 160):
+        for more in (16, 64, 176, 256):
+            shape = sample_shape(layout, tiles * layout.multiple[0], more * layout.multiple[1])
+            for experts in (1, 5):
+                c = permute.arguments(layout, (experts, *shape), 16, False)
+                keys.add(tuple(sorted((k, v) for k, v in c.constants.items())))
+                assert all(0 <= n < 2**31 for n in c.numbers)
+    assert len(keys) == 1
+
+
+_COUNT = """
+import sys
+import triton
+from fp4.gpu.kernels import permute
+free = {"R", "C", "RO", "CO", "n_row", "n_col", "stored"}
+kernel = permute._permute_kernel
+numbers = {p.name for p in kernel.params if not p.is_constexpr} - {"plain", "storage"}
+assert numbers == free, numbers
+assert all(p.do_not_specialize for p in kernel.params if p.name in free)
+"""
+
+
+def test_run_time_numbers_are_not_specialised() -> None:
+    """The rest of the compile key: Triton must not specialise the run-time integers (needs the compiled kernel, not the interpreter)."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[1]), "HOME": "/tmp", "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_compilations_are_counted_on_the_device() -> None:
+    layout = fp4.layouts["sf_128x4"]
+    permute.apply(layout, torch.zeros(128, 64, dtype=torch.uint8, device="cuda"))
+    before = sum(len(cache[0]) for cache in permute._permute_kernel.device_caches.values())
+    for rows, cols in ((256, 64), (4096, 512), (384, 1024), (3, 128)):
+        permute.apply(layout, torch.zeros(rows, cols, dtype=torch.uint8, device="cuda"))
+    assert sum(len(cache[0]) for cache in permute._permute_kernel.device_caches.values()) == before
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_bytes_on_the_device() -> None:
+    layout = fp4.layouts["sf_128x4"]
+    rows, cols = 2**20, 2**11 + 4
+    if torch.cuda.mem_get_info()[0] < 4 * rows * cols:
+        pytest.skip("needs 9 GB of free device memory")
+    x = torch.randint(0, 256, (rows, cols), dtype=torch.uint8, device="cuda")
+    y = layout.apply(x)
+    for m, k in ((0, 0), (rows - 1, cols - 1), (rows - 77, 1030), (2**19 + 5, 3)):
+        assert y[layout.offset((rows, cols), m, k)] == x[m, k]
+    assert torch.equal(layout.invert(y, x.shape), x)
