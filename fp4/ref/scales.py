@@ -73,25 +73,27 @@ def scale_bytes(amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor
 
 
 def _ue8m0(amax: torch.Tensor, fmt: Format, recipe: Recipe) -> torch.Tensor:
-    """byte = exponent + 127. Works on the bits: the exponent field of amax is floor(log2 amax) + 127."""
+    """byte = exponent + 127, exact, on the bits of amax = 1.f * 2^e: its exponent field is e + 127.
+
+    The largest element is (1 + fraction / 2^23) * 2^emax: ceil(log2(amax / largest)) is e - emax, plus 1 if f is above fraction, and
+    floor(log2(amax / largest)) is e - emax, minus 1 if f is below it. A float32 division gives the same byte except next to 2^-127.
+    """
     if recipe.amax_floor:
         amax = amax.clamp(min=recipe.amax_floor)
     elem, bits = fmt.elem, amax.view(INT32)
-    emax = 2 if elem.name == "e2m1" else 8  # 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
+    emax, fraction = (2, 0x400000) if elem.name == "e2m1" else (8, 0x600000)  # 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
     if recipe.scale_rule == "ocp_floor":
         byte = (bits >> 23) - emax
     elif recipe.scale_rule == "ceil":
         byte = ((bits + MANTISSA) >> 23) - emax
     elif recipe.scale_rule == "even":  # amax rounded to the element's mantissa, half away from zero
         byte = ((bits + (1 << (22 - elem.man_bits))) >> 23) - emax
+    elif recipe.scale_rule == "rceil":
+        byte = ((bits + (MANTISSA - fraction)) >> 23) - emax
+        if recipe.ue8m0_floor:  # float32(amax / largest) > 0
+            byte = torch.where(bits > int(elem.max) // 2, byte.clamp(min=recipe.ue8m0_floor), byte)
     else:
-        d = (amax / torch.tensor(elem.max, dtype=torch.float32, device=amax.device)).view(INT32)
-        if recipe.scale_rule == "rceil":
-            byte = (d + MANTISSA) >> 23
-            byte = torch.where(d <= 0x00400000, 0, byte)  # 2^-127, a float32 subnormal, is byte 0 itself
-            byte = torch.where((d > 0) & (byte < recipe.ue8m0_floor), recipe.ue8m0_floor, byte)
-        else:
-            byte = d >> 23
+        byte = ((bits + (MANTISSA + 1 - fraction)) >> 23) - (emax + 1)
     return byte.clamp_(0, 254)
 
 

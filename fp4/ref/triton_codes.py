@@ -4,8 +4,8 @@ They run in Triton's interpreter on a CPU and compile for every NVIDIA GPU since
 cast between float32 and fp8 (the interpreter's loses a rounding carry, triton#8322, and SM80 has none). ``codes`` explains the steps.
 Every product here is exact except the one addition that rounds, so it does not matter whether a compiler fuses them.
 
-A format is given as three constants: MAN mantissa bits, EMIN smallest normal exponent (1 - bias), TOP largest finite value:
-e2m1 (1, 0, 6.0), e4m3 (3, -6, 448.0), ue5m3 (3, -14, 114688.0).
+A format is given as three constants: MAN mantissa bits, EMIN smallest normal exponent (1 - bias), TOP largest finite value,
+TOP_CODE its code: e2m1 (1, 0, 6.0, 7), e4m3 (3, -6, 448.0, 0x7E), ue5m3 (3, -14, 114688.0, 0xFE).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "encode_magnitude",
     "encode_ue5m3",
     "encode_ue8m0",
+    "fields_of",
     "pack_nibbles",
     "round_even",
     "unpack_nibbles",
@@ -43,28 +44,34 @@ def from_bits(b):
 
 @triton.jit
 def round_even(a, MAN: tl.constexpr, EMIN: tl.constexpr):
-    """f32 [...], 0 <= a <= TOP: the nearest value of the format, ties to even mantissa, f32."""
+    """f32 [...], of any sign -> the nearest |value| of the format without an upper limit, ties to even mantissa, f32.
+
+    NaN, infinity and whatever overflows on the way give NaN, of any sign.
+    """
     SPREAD: tl.constexpr = 2.0 ** (23 - MAN)
-    power = from_bits(tl.maximum(bits_of(a) & 0x7F800000, (EMIN + 127) << 23))
-    wide = power * SPREAD
-    return (a + wide) - wide
+    wide = from_bits(tl.maximum(bits_of(a) & 0x7F800000, (EMIN + 127) << 23)) * SPREAD
+    return (tl.abs(a) + wide) - wide
 
 
 @triton.jit
-def code_of(r, MAN: tl.constexpr, EMIN: tl.constexpr):
-    """A value of the format, f32 >= 0, to its code, i32: move 2^EMIN to 2^-126, then exponent and mantissa fields are the code."""
+def fields_of(r, MAN: tl.constexpr, EMIN: tl.constexpr, TOP_CODE: tl.constexpr):
+    """A result of ``round_even`` to its code, which starts at bit 23 - MAN, u32; larger values and NaN give TOP_CODE.
+
+    2^EMIN is moved to 2^-126, the smallest normal float32: then the exponent and mantissa fields are the code.
+    """
     SHIFT: tl.constexpr = 2.0 ** (-126 - EMIN)
-    return bits_of(r * SHIFT) >> (23 - MAN)
+    LIMIT: tl.constexpr = TOP_CODE << (23 - MAN)
+    return tl.minimum((r * SHIFT).to(tl.uint32, bitcast=True), tl.full([], LIMIT, tl.uint32))
 
 
 @triton.jit
-def encode_magnitude(a, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TIE: tl.constexpr = 0):
-    """f32 [...], >= 0 -> code without sign, i32; saturates at TOP; NaN gives the code of TOP. TIE: 0 even, 1 away, 2 toward zero."""
-    # on the bits, where NaN is larger than TOP: tl.minimum of floats treats NaN in two ways, by version and by interpreter
-    a = from_bits(tl.minimum(bits_of(a), bits_of(tl.full([], TOP, tl.float32))))
+def encode_magnitude(a, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr, TIE: tl.constexpr = 0):
+    """f32 [...], of any sign -> code of |a|, i32; saturates at TOP, NaN too. TIE: 0 even, 1 away, 2 toward zero."""
     if TIE == 0:
-        code = code_of(round_even(a, MAN, EMIN), MAN, EMIN)
+        code = (fields_of(round_even(a, MAN, EMIN), MAN, EMIN, TOP_CODE) >> (23 - MAN)).to(tl.int32)
     else:
+        # on the bits, where NaN is larger than TOP: tl.minimum of floats treats NaN in two ways, by version and by interpreter
+        a = from_bits(tl.minimum(bits_of(a) & 0x7FFFFFFF, bits_of(tl.full([], TOP, tl.float32))))
         power = tl.maximum(bits_of(a) & 0x7F800000, (EMIN + 127) << 23)
         SCALE: tl.constexpr = 2.0**MAN
         n = a * (from_bits((254 << 23) - power) * SCALE)  # a / 2^(e - MAN), exact
@@ -81,21 +88,21 @@ def encode_magnitude(a, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr
 @triton.jit
 def encode_e2m1(x, TIE: tl.constexpr = 0):
     """f32 [...] -> u8 code; the sign bit of x is kept, also for zero and NaN (NaN is +-6)."""
-    code = encode_magnitude(tl.abs(x), 1, 0, 6.0, TIE) | ((bits_of(x) >> 28) & 8)
+    code = encode_magnitude(x, 1, 0, 6.0, 7, TIE) | ((bits_of(x) >> 28) & 8)
     return code.to(tl.uint8)
 
 
 @triton.jit
 def encode_e4m3(x, TIE: tl.constexpr = 0):
     """f32 [...] -> u8 code; saturates to +-448, NaN gives 0x7F."""
-    code = encode_magnitude(tl.abs(x), 3, -6, 448.0, TIE) | ((bits_of(x) >> 24) & 128)
+    code = encode_magnitude(x, 3, -6, 448.0, 0x7E, TIE) | ((bits_of(x) >> 24) & 128)
     return tl.where(x != x, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
 def encode_ue5m3(x, TIE: tl.constexpr = 0):
     """f32 [...] -> u8 code; saturates to 0xFE; NaN or x < 0 gives 0xFF."""
-    code = encode_magnitude(tl.abs(x), 3, -14, 114688.0, TIE)
+    code = encode_magnitude(x, 3, -14, 114688.0, 0xFE, TIE)
     return tl.where((x != x) | (x < 0), 0xFF, code).to(tl.uint8)
 
 

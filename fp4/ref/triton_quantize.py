@@ -17,15 +17,15 @@ import triton.language as tl
 from fp4.formats import Format
 from fp4.layout import Layout
 from fp4.recipe import Recipe
-from fp4.ref.scales import rcp_approx_table
+from fp4.ref.scales import rcp_approx_table, reciprocal
 from fp4.ref.triton_codes import (
     bits_of,
-    code_of,
     decode_e2m1,
     decode_e4m3,
     decode_ue5m3,
     decode_ue8m0,
     encode_magnitude,
+    fields_of,
     from_bits,
     pack_nibbles,
     round_even,
@@ -55,7 +55,7 @@ def _rcp(x, table, APPROX: tl.constexpr):
 
 @triton.jit
 def _load_f32(ptr, mask):
-    """Values as f32; bf16 comes as its bits, i16 (the interpreter's own bf16 cast is not exact for subnormals)."""
+    """Values as f32; the interpreter's bf16 cast is not exact for subnormals, so there bf16 comes as its bits, i16."""
     raw = tl.load(ptr, mask=mask, other=0)
     if raw.dtype == tl.int16:
         value = from_bits(raw.to(tl.int32) << 16)
@@ -81,25 +81,24 @@ def _bf16(x, ON: tl.constexpr):
 def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr, TOP: tl.constexpr, FLOOR: tl.constexpr):
     """amax f32 -> byte i32; RULE in the order of ``CHOICES["scale_rule"]``: ocp_floor, rceil, ceil, even, floor_amax_over_6."""
     b = bits_of(amax)
+    FRACTION: tl.constexpr = 0x400000 if MAN == 1 else 0x600000  # of the largest value: 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
     if RULE == 0:
         byte = (b >> 23) - EMAX
+    elif RULE == 1:
+        byte = ((b + (0x7FFFFF - FRACTION)) >> 23) - EMAX
     elif RULE == 2:
-        byte = ((b + 0x007FFFFF) >> 23) - EMAX
+        byte = ((b + 0x7FFFFF) >> 23) - EMAX
     elif RULE == 3:
         byte = ((b + (1 << (22 - MAN))) >> 23) - EMAX
     else:
-        d = bits_of(tl.div_rn(amax, TOP))
-        if RULE == 1:
-            byte = tl.where(d <= 0x00400000, 0, (d + 0x007FFFFF) >> 23)
-            if FLOOR > 0:
-                byte = tl.where((d > 0) & (byte < FLOOR), FLOOR, byte)
-        else:
-            byte = d >> 23
+        byte = ((b + (0x800000 - FRACTION)) >> 23) - (EMAX + 1)
+    if RULE == 1 and FLOOR > 0:
+        byte = tl.where(b > TOP // 2, tl.maximum(byte, FLOOR), byte)
     return tl.minimum(tl.maximum(byte, 0), 254)
 
 
 @triton.jit
-def _scale_value(amax, g, gs, table, ORDER: tl.constexpr, TOP: tl.constexpr, APPROX: tl.constexpr, BF16: tl.constexpr):
+def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, BF16: tl.constexpr):
     """The block scale before rounding; ORDER in the order of ``CHOICES["scale_order"]``."""
     if ORDER == 0:
         v = tl.div_rn(amax, g * TOP)
@@ -108,9 +107,9 @@ def _scale_value(amax, g, gs, table, ORDER: tl.constexpr, TOP: tl.constexpr, APP
     elif ORDER == 2:
         v = _bf16(_bf16(tl.div_rn(amax, TOP), BF16) * gs, BF16)
     elif ORDER == 3:
-        v = amax * (gs * _rcp(tl.full([1], TOP, tl.float32), table, APPROX))
+        v = amax * (gs * RCP_TOP)
     else:
-        v = gs * (amax * _rcp(tl.full([1], TOP, tl.float32), table, APPROX))
+        v = gs * (amax * RCP_TOP)
     return v
 
 
@@ -144,10 +143,11 @@ def _quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr,
     blocks, blocks_row, rows_mat, s_mat, s_row, s_k, RO, CO, bytes_mat,
     N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
-    DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr,
+    DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
+    EMAX: tl.constexpr, SCALE: tl.constexpr,
     TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
     RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
-    TARGET: tl.constexpr, SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
+    TARGET: tl.constexpr, RCP_TARGET: tl.constexpr, SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
     APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
@@ -172,7 +172,8 @@ def _quantize_kernel(
     floored = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax) if AMAX_FLOOR > 0 else amax
 
     if SCALE == 2:
-        byte = _ue8m0_byte(floored, RULE, EMAX, MAN, TOP, UE8M0_FLOOR)
+        TOP_INT: tl.constexpr = 6 if PACK else 448
+        byte = _ue8m0_byte(floored, RULE, EMAX, MAN, TOP_INT, UE8M0_FLOOR)
         byte = tl.where(bad, 255, byte)
         power = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
         if UE8M0_ZERO:
@@ -186,15 +187,16 @@ def _quantize_kernel(
         else:
             g = tl.load(g_ptr + tl.zeros([1], tl.int32))
             gs = tl.load(gs_ptr + tl.zeros([1], tl.int32))
-        v = _scale_value(floored, g, gs, table_ptr, SCALE_ORDER, TARGET, APPROX, BF16)
+        v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, BF16)
         if SCALE_FLOOR > 0:
             v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
         S_EMIN: tl.constexpr = -6 if SCALE == 0 else -14
-        S_TOP: tl.constexpr = 448.0 if SCALE == 0 else 114688.0
+        S_TOP_CODE: tl.constexpr = 0x7E if SCALE == 0 else 0xFE
         S_NAN: tl.constexpr = 0x7F if SCALE == 0 else 0xFF
-        capped = from_bits(tl.minimum(bits_of(v), bits_of(tl.full([], S_TOP, tl.float32))))
-        d = round_even(capped, 3, S_EMIN)
-        byte = code_of(d, 3, S_EMIN)
+        fields = fields_of(round_even(v, 3, S_EMIN), 3, S_EMIN, S_TOP_CODE)
+        byte = (fields >> 20).to(tl.int32)
+        UNDO: tl.constexpr = 2.0 ** (126 + S_EMIN)
+        d = fields.to(tl.float32, bitcast=True) * UNDO
         if UNDERFLOW_BYTE != 0:
             byte = tl.where(byte == 0, UNDERFLOW_BYTE, byte)
         if (ZERO_BYTE != UNDERFLOW_BYTE) or (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0):
@@ -222,22 +224,27 @@ def _quantize_kernel(
         y = tl.div_rn(x, tl.broadcast_to(factor[:, None], [N, BLOCK]))
     else:
         y = x * factor[:, None]
-    code = encode_magnitude(tl.abs(y), MAN, EMIN, TOP, TIE)
-    TOP_BIT: tl.constexpr = 8 if PACK else 128
-    SHIFT: tl.constexpr = 28 if PACK else 24
-    code = _sign(code, x, y, ZERO_SIGN, TOP_BIT, SHIFT)
-    NAN_MAX: tl.constexpr = 7 if PACK else 127
-    if NAN_CODE == 0:
-        code = tl.where(y != y, NAN_MAX, code)
-    elif NAN_CODE == 1:
-        code = tl.where(y != y, NAN_MAX | ((bits_of(x) >> SHIFT) & TOP_BIT), code)
+    if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1:
+        # the usual case, with the fewest instructions: NaN has become 7 by itself; signs join while codes still are at bit 22
+        fields = fields_of(round_even(y, MAN, EMIN), MAN, EMIN, TOP_CODE) | ((bits_of(x) >> 6) & 0x02000000).to(tl.uint32, bitcast=True)
+        even, odd = tl.split(tl.reshape(fields, [N, BLOCK // 2, 2]))
+        packed = ((even + (odd << 4)) >> 22).to(tl.uint8)
     else:
-        code = tl.where(y != y, 0, code)
-    if PACK:
-        half = tl.arange(0, BLOCK // 2)
-        tl.store(codes_ptr + (b * (BLOCK // 2))[:, None] + half[None, :], pack_nibbles(code), mask=live[:, None])
-    else:
-        tl.store(codes_ptr + (b * BLOCK)[:, None] + e[None, :], code.to(tl.uint8), mask=live[:, None])
+        code = encode_magnitude(y, MAN, EMIN, TOP, TOP_CODE, TIE)
+        TOP_BIT: tl.constexpr = 8 if PACK else 128
+        SHIFT: tl.constexpr = 28 if PACK else 24
+        code = _sign(code, x, y, ZERO_SIGN, TOP_BIT, SHIFT)
+        NAN_MAX: tl.constexpr = 7 if PACK else 127
+        if NAN_CODE == 0:
+            code = tl.where(y != y, NAN_MAX, code)
+        elif NAN_CODE == 1:
+            code = tl.where(y != y, NAN_MAX | ((bits_of(x) >> SHIFT) & TOP_BIT), code)
+        else:
+            code = tl.where(y != y, 0, code)
+        packed = pack_nibbles(code) if PACK else code.to(tl.uint8)
+    WIDTH: tl.constexpr = BLOCK // 2 if PACK else BLOCK
+    place = (b * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    tl.store(codes_ptr + place, packed, mask=live[:, None])
 
     if len(DIGITS) == 0:
         at = b
@@ -347,15 +354,15 @@ def quantize_blocks(
     reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
     elem = fmt.elem
     _quantize_kernel[(triton.cdiv(blocks, n),)](
-        rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows,
+        rows.view(torch.int16) if interpreted() and rows.dtype == torch.bfloat16 else rows,
         codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
         blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
         N=n, BLOCK=fmt.block, PACK=fmt.codes_per_byte == 2, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1,
-        DIGITS=digits, MAN=elem.man_bits, EMIN=1 - elem.bias, TOP=elem.max, EMAX=2 if elem.bits == 4 else 8, SCALE=_SCALE[fmt.scale.name],
+        DIGITS=digits, MAN=elem.man_bits, EMIN=1 - elem.bias, TOP=elem.max, TOP_CODE=7 if elem.bits == 4 else 0x7E, EMAX=2 if elem.bits == 4 else 8, SCALE=_SCALE[fmt.scale.name],
         TIE=recipe.code("tie"), ZERO_SIGN=recipe.code("zero_sign"), NAN_CODE=recipe.code("nan_code"),
         NAN=recipe.code("nan"), INF=recipe.code("inf"),
         RULE=recipe.code("scale_rule"), UE8M0_FLOOR=recipe.ue8m0_floor, UE8M0_ZERO=recipe.ue8m0_zero,
-        SCALE_ORDER=recipe.code("scale_order"), ENCODE_ORDER=recipe.code("encode_order"), TARGET=recipe.elem_max,
+        SCALE_ORDER=recipe.code("scale_order"), ENCODE_ORDER=recipe.code("encode_order"), TARGET=recipe.elem_max, RCP_TARGET=float(reciprocal(torch.tensor(recipe.elem_max), recipe)),
         SCALE_FLOOR=recipe.scale_floor, ZERO_BYTE=recipe.zero_byte, UNDERFLOW_BYTE=recipe.underflow_byte,
         UNDERFLOW=recipe.code("underflow"), APPROX=approx, AMAX_FLOOR=recipe.amax_floor, BF16=recipe.bf16_scales,
         num_warps=num_warps,
