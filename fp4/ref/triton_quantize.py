@@ -8,6 +8,7 @@ divisions are per block, and none is left when x is contiguous.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ def _quantize_kernel(
     EMAX: tl.constexpr, SCALE: tl.constexpr,
     TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
     RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
-    TARGET: tl.constexpr, RCP_TARGET: tl.constexpr, SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
+    TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
+    SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
     APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
@@ -352,22 +354,44 @@ def quantize_blocks(
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
     flat = s_k == 1 and s_row == k and (mats == 1 or s_mat == rows_mat * k)
     reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
-    elem = fmt.elem
     _quantize_kernel[(triton.cdiv(blocks, n),)](
         rows.view(torch.int16) if interpreted() and rows.dtype == torch.bfloat16 else rows,
         codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
         blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
-        N=n, BLOCK=fmt.block, PACK=fmt.codes_per_byte == 2, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1,
-        DIGITS=digits, MAN=elem.man_bits, EMIN=1 - elem.bias, TOP=elem.max, TOP_CODE=7 if elem.bits == 4 else 0x7E, EMAX=2 if elem.bits == 4 else 8, SCALE=_SCALE[fmt.scale.name],
-        TIE=recipe.code("tie"), ZERO_SIGN=recipe.code("zero_sign"), NAN_CODE=recipe.code("nan_code"),
-        NAN=recipe.code("nan"), INF=recipe.code("inf"),
-        RULE=recipe.code("scale_rule"), UE8M0_FLOOR=recipe.ue8m0_floor, UE8M0_ZERO=recipe.ue8m0_zero,
-        SCALE_ORDER=recipe.code("scale_order"), ENCODE_ORDER=recipe.code("encode_order"), TARGET=recipe.elem_max, RCP_TARGET=float(reciprocal(torch.tensor(recipe.elem_max), recipe)),
-        SCALE_FLOOR=recipe.scale_floor, ZERO_BYTE=recipe.zero_byte, UNDERFLOW_BYTE=recipe.underflow_byte,
-        UNDERFLOW=recipe.code("underflow"), APPROX=approx, AMAX_FLOOR=recipe.amax_floor, BF16=recipe.bf16_scales,
-        num_warps=num_warps,
+        N=n, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
+        **_constants(fmt, recipe),
     )  # fmt: skip
     return codes, scale
+
+
+@lru_cache(maxsize=256)
+def _constants(fmt: Format, recipe: Recipe) -> dict[str, Any]:
+    """The format and the recipe as the kernel's compile-time constants."""
+    elem = fmt.elem
+    choices = {name.upper(): recipe.code(name) for name in ("tie", "zero_sign", "nan_code", "nan", "inf", "underflow")}
+    return choices | {
+        "BLOCK": fmt.block,
+        "PACK": fmt.codes_per_byte == 2,
+        "MAN": elem.man_bits,
+        "EMIN": 1 - elem.bias,
+        "TOP": elem.max,
+        "TOP_CODE": 7 if elem.bits == 4 else 0x7E,
+        "EMAX": 2 if elem.bits == 4 else 8,
+        "SCALE": _SCALE[fmt.scale.name],
+        "RULE": recipe.code("scale_rule"),
+        "UE8M0_FLOOR": recipe.ue8m0_floor,
+        "UE8M0_ZERO": recipe.ue8m0_zero,
+        "SCALE_ORDER": recipe.code("scale_order"),
+        "ENCODE_ORDER": recipe.code("encode_order"),
+        "TARGET": recipe.elem_max,
+        "RCP_TARGET": float(reciprocal(torch.tensor(recipe.elem_max), recipe)),
+        "SCALE_FLOOR": recipe.scale_floor,
+        "ZERO_BYTE": recipe.zero_byte,
+        "UNDERFLOW_BYTE": recipe.underflow_byte,
+        "APPROX": recipe.reciprocal != "exact",
+        "AMAX_FLOOR": recipe.amax_floor,
+        "BF16": recipe.bf16_scales,
+    }
 
 
 def _scale_storage(
