@@ -47,6 +47,15 @@ def unpack_scales(s, oc, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constex
 
 
 @gluon.jit
+def words_to_products(a, s0, s1, HALF: gl.constexpr):
+    """a: i32 [...], s0, s1: scales of the same shape -> products [..., e, h, l]."""
+    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
+        WH if HALF else WB, WC, [a, s0, s1], dtype=H8 if HALF else B8, is_pure=True, pack=1
+    )
+    return gl.join(gl.join(gl.join(o0, o4), gl.join(o2, o6)), gl.join(gl.join(o1, o5), gl.join(o3, o7)))
+
+
+@gluon.jit
 def frag_w(
     a,
     s,
@@ -70,10 +79,7 @@ def frag_w(
     a6 = a.reshape([WK, WN, R, U, 32, 4])
     a6, s0 = gl.broadcast(a6, gl.convert_layout(s0, a6.type.layout, assert_trivial=True))
     a6, s1 = gl.broadcast(a6, gl.convert_layout(s1, a6.type.layout, assert_trivial=True))
-    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-        WH if HALF else WB, WC, [a6, s0, s1], dtype=H8 if HALF else B8, is_pure=True, pack=1
-    )
-    o = gl.join(gl.join(gl.join(o0, o4), gl.join(o2, o6)), gl.join(gl.join(o1, o5), gl.join(o3, o7)))
+    o = words_to_products(a6, s0, s1, HALF)
     return o.reshape([WK, WN, R, U, 8, 4, 4, 2, 2, 2])
 
 

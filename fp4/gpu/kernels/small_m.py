@@ -67,7 +67,7 @@ def small_m(
     WK * WN
     LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
-    LXC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4 // U, 8 * U], [WK, WN, 1], [2, 1, 0])
+    LXC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4 // U if U <= 4 else 1, 8 * U if U <= 4 else 32], [WK, WN, 1], [2, 1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [WK, WN, 1, 1], [3, 2, 1, 0])
     LX3: gl.constexpr = gl.SliceLayout(1, LX)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WK, WN, 1], [1, 16, 8])

@@ -1,0 +1,90 @@
+"""Compile a kernel once for a signature, keep it, and launch it without Triton's per-call specialisation.
+
+Pointers are passed as integers that the caller has checked to be 16-byte aligned. ``Kernel`` holds the compiled object; a launch is
+one call into Triton's C launcher (about 3 us of host time against 20 and more through ``fn[grid](...)``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+#: arguments that stay ordinary integers; all pointers are 16-byte aligned
+_Key = tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=1)
+def gluon_reason() -> str | None:
+    """None when the installed Triton has the Gluon names that our kernels use, else what is missing."""
+    try:
+        import fp4.gpu.kernels.large_m
+        import fp4.gpu.kernels.small_m  # noqa: F401
+    except (ImportError, AttributeError) as e:
+        return f"this Triton's Gluon lacks what the kernels use ({e})"
+    return None
+
+
+class Kernel:
+    """A compiled kernel, bound to nothing: ``kernel(grid, args, stream)``."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self.shared = int(compiled.metadata.shared)
+        self._ready = False
+
+    def _bind(self) -> None:
+        self._run = self.compiled.run
+        self._function = self.compiled.function
+        self._packed = self.compiled.packed_metadata
+        self._ready = True
+
+    def __call__(self, gx: int, gy: int, stream: int, *args: Any) -> None:
+        if not self._ready:
+            self._bind()
+        self._run(gx, gy, 1, stream, self._function, self._packed, None, None, None, *args)
+
+
+_cache: dict[_Key, Kernel] = {}
+
+
+def build(
+    fn: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int = 3,
+    aligned: tuple[str, ...] = (),
+    target: Any = None,
+) -> Kernel:
+    """Compile ``fn`` (Triton or Gluon JIT function) for a signature (name -> Triton type) and constexpr values; cached.
+
+    aligned: integer arguments that are multiples of 16. target: a GPUTarget, default the active device.
+    """
+    device = None if target is not None else torch.cuda.current_device()
+    key = (id(fn), tuple(signature.items()), tuple(constants.items()), num_warps, num_stages, aligned, device if target is None else target)
+    found = _cache.get(key)
+    if found is None:
+        import triton
+        from triton.compiler import ASTSource
+
+        if type(fn).__name__ == "GluonJITFunction":
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
+        else:
+            Source = ASTSource
+        names = list(fn.arg_names)
+        types = {n: signature.get(n, "constexpr") for n in names}
+        values = {(names.index(n),): v for n, v in constants.items()}
+        attrs = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*") or n in aligned}
+        if target is None:
+            target = triton.runtime.driver.active.get_current_target()
+        compiled = triton.compile(Source(fn, types, values, attrs), target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+        found = _cache[key] = Kernel(compiled)
+    return found
+
+
+def full_args(fn: Any, signature: dict[str, str], constants: dict[str, Any], values: dict[str, Any]) -> list[Any]:
+    """All arguments in order, constexpr placeholders included, as the launcher expects them."""
+    return [values[n] if n in signature else constants[n] for n in fn.arg_names]
