@@ -80,7 +80,9 @@ def build(
         attrs = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*") or n in aligned}
         if target is None:
             target = triton.runtime.driver.active.get_current_target()
-        compiled = triton.compile(Source(fn, types, values, attrs), target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+        compiled = triton.compile(
+            Source(fn, types, values, attrs), target=target, options={"num_warps": num_warps, "num_stages": num_stages}
+        )
         found = _cache[key] = Kernel(compiled)
     return found
 
