@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fp4.errors import LayoutError
 from fp4.tensor import GATE_UP_ORDERS
 
-__all__ = ["PLAIN", "Stored", "apply", "invert", "reorder_gate_up"]
+__all__ = ["PLAIN", "Stored", "apply", "invert", "reorder_bias", "reorder_gate_up"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,14 @@ def reorder_gate_up(t: torch.Tensor, src: str, dst: str) -> torch.Tensor:
     return out
 
 
+def reorder_bias(b: torch.Tensor, src: str, dst: str) -> torch.Tensor:
+    """A bias ``[..., 2i]`` of any dtype from order ``src`` to ``dst``, like the rows that it belongs to."""
+    if src == dst:
+        return b
+    out: torch.Tensor = _chain(_ORDERS[src, dst]).apply_rows(b)
+    return out
+
+
 def _resize(t: torch.Tensor, rows: int, cols: int, order: str | None, fill: int) -> torch.Tensor:
     """Pad or crop ``t [rows0, cols0]`` at the end of its rows (of each half for an order of halves) and columns."""
     if tuple(t.shape) == (rows, cols):
@@ -91,9 +99,9 @@ def _resize(t: torch.Tensor, rows: int, cols: int, order: str | None, fill: int)
 @functools.lru_cache(maxsize=256)
 def _chain(spec: str) -> Any:
     """The Layout (or chain) of a spec."""
-    from fp4.layouts import layouts
+    from fp4.layouts import get
 
-    return functools.reduce(lambda a, b: a >> b, [layouts[name.strip()] for name in spec.split(">>")])
+    return functools.reduce(lambda a, b: a >> b, [get(name.strip()) for name in spec.split(">>")])
 
 
 def _encodes(names: tuple[str, ...], t: torch.Tensor, backward: bool = False) -> torch.Tensor:

@@ -75,7 +75,8 @@ def find() -> Found | Missing:
     for name in [n for n in sys.modules if n.split(".")[0] == _NAME]:
         del sys.modules[name]  # the stranger's modules: none of them is a module of the real package
     spec = importlib.util.spec_from_file_location(_NAME, vendored / "__init__.py", submodule_search_locations=[str(vendored)])
-    assert spec is not None and spec.loader is not None, "the folder holds an __init__.py"
+    if spec is None or spec.loader is None:
+        return found
     module = importlib.util.module_from_spec(spec)
     sys.modules[_NAME] = module  # its modules import each other by the short name, as vllm itself arranges
     spec.loader.exec_module(module)
