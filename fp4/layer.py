@@ -180,8 +180,7 @@ def warmup(w: Prepared | PreparedMoE, m_max: int = 256, topk: int | None = None)
     if not isinstance(w, (Prepared, PreparedMoE)):
         raise _not_prepared("warmup", w, "fp4.prepare(w)")
     own = getattr(registry.get(w.backend), "warmup", None)
-    if own is not None:
-        own(w, m_max)
+    if own is not None and own(w, m_max) is not False:
         return
     sizes = sorted({1, *(1 << i for i in range(1, max(m_max, 1).bit_length())), m_max})
     for m in sizes:

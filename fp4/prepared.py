@@ -72,6 +72,8 @@ class Packed:
     layouts: dict[str, Stored] | None = None
     versions: dict[str, str] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    #: dtypes of x that these bytes serve, when the values narrow what ``supports`` promised
+    act_dtypes: tuple[torch.dtype, ...] | None = None
 
 
 def pack(problem: Problem, weights: Weights, layouts: Mapping[str, Stored]) -> dict[str, torch.Tensor]:

@@ -53,9 +53,7 @@ class _Driver:
 
 def install(cc: tuple[int, int] = (9, 0)) -> None:
     driver.set_active(_Driver(cc))
-    facts = types.SimpleNamespace(
-        multi_processor_count=4, shared_memory_per_block_optin=232448, major=cc[0], minor=cc[1], name="stand-in"
-    )
+    facts = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=232448, major=cc[0], minor=cc[1], name="stand-in")
     torch.cuda.get_device_capability = lambda device=None: cc
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device=None: facts
@@ -101,6 +99,16 @@ def _teach_bf16() -> None:
             return narrow(src.data)
         return plain_cast(self, src, dst_type, *rest)
 
+    plain_scale = getattr(interpreter, "_dot_scaled_scale_to_f32", None)
+
+    def scale_to_f32(handle: Any, *rest: Any) -> Any:
+        """dot_scaled reads every scale as ue8m0 there; e4m3 scales are numbers."""
+        if handle.dtype.scalar == tl.float8e4nv:
+            return torch.from_numpy(handle.data.copy()).view(torch.float8_e4m3fn).float().numpy()
+        return plain_scale(handle, *rest)
+
+    if plain_scale is not None:
+        interpreter._dot_scaled_scale_to_f32 = scale_to_f32
     builder.binary_op, builder.create_dot, builder.create_fp_to_fp = binary_op, create_dot, cast
     builder.create_fp_trunc = cast
     builder.create_fmul = lambda self, lhs, rhs: self.binary_op(lhs, rhs, operator.mul)
@@ -108,7 +116,9 @@ def _teach_bf16() -> None:
     builder.create_fsub = lambda self, lhs, rhs: self.binary_op(lhs, rhs, operator.sub)
 
 
-def _specialize(fn: Any, module: Any, constants: dict[str, Any], tuples: dict[str, Any], name: Any = None, do_not_specialize: Any = ()) -> Any:
+def _specialize(
+    fn: Any, module: Any, constants: dict[str, Any], tuples: dict[str, Any], name: Any = None, do_not_specialize: Any = ()
+) -> Any:
     """Their ``specialize`` for an interpreted function: constants and tuple arguments are written into a new source."""
     source = textwrap.dedent(inspect.getsource(fn.fn))
     head = re.search(r"def (\w+)\((.*?)\)\s*:[ \t]*(#[^\n]*)?\n", source, re.S)
@@ -133,7 +143,7 @@ def _specialize(fn: Any, module: Any, constants: dict[str, Any], tuples: dict[st
 
 
 class _Unwrapping:
-    """A kernel that takes triton_kernels' Tensor where a torch tensor is meant: their launcher reads data_ptr(), the interpreter does not."""
+    """A kernel that takes triton_kernels' Tensor where a torch tensor is meant: the interpreter wants the latter."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn

@@ -260,7 +260,7 @@ def _build(
         versions=packed.versions,
         meta=packed.meta,
         reasons=str(registry.rank(problem)),
-        act_dtypes=_act_dtypes(module, problem),
+        act_dtypes=packed.act_dtypes or _act_dtypes(module, problem),
     )
     out.bind()
     return out

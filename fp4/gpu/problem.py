@@ -100,8 +100,8 @@ class Problem:
         for name in ("local", "tp", "ep"):
             d[name] = None if d[name] is None else tuple(d[name])
         if isinstance(d["activation"], dict):
-            from fp4.ref import activation
+            import fp4.ref.activation as activations
 
             fields = dict(d["activation"])
-            d["activation"] = getattr(activation, fields.pop("class"))(**fields)
+            d["activation"] = getattr(activations, fields.pop("class"))(**fields)
         return Problem(**d)

@@ -101,7 +101,11 @@ def _chain(spec: str) -> Any:
     """The Layout (or chain) of a spec."""
     from fp4.layouts import get
 
-    return functools.reduce(lambda a, b: a >> b, [get(name.strip()) for name in spec.split(">>")])
+    first, *rest = [get(name.strip()) for name in spec.split(">>")]
+    chain: Any = first
+    for layout in rest:
+        chain = chain >> layout
+    return chain
 
 
 def _encodes(names: tuple[str, ...], t: torch.Tensor, backward: bool = False) -> torch.Tensor:
@@ -150,7 +154,9 @@ def apply(t: torch.Tensor, s: Stored, order: str | None = None, device: torch.de
 
 
 def invert(t: torch.Tensor, s: Stored, shape: tuple[int, ...], order: str | None = None) -> torch.Tensor:
-    """Stored bytes -> logical ``u8 [(experts,) rows, cols]`` of ``shape``, rows in gate/up order ``order``."""
+    """Stored bytes -> logical ``u8 [(experts,) rows, cols]`` of ``shape``, rows in gate/up order ``order``. Plain storage is a view."""
+    if s.layout == "plain" and not s.encode and s.shape in (None, tuple(shape[-2:])) and s.order in (None, order):
+        return t.view(shape)
     if len(shape) == 3:
         parts = [invert(t[e], s, shape[1:], order) for e in range(shape[0])]
         return torch.stack(parts) if parts else torch.empty(shape, dtype=torch.uint8, device=t.device)
