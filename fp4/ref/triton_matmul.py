@@ -19,6 +19,7 @@ from fp4.ref import activation as activations
 from fp4.ref.activation import Activation
 from fp4.ref.matmul import check_bias, check_input
 from fp4.ref.moe import check, check_routing
+from fp4.ref.triton_codes import decode_e2m1, decode_e4m3, decode_ue5m3, decode_ue8m0
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["FORMATS", "matmul", "moe"]
@@ -28,34 +29,14 @@ FORMATS = (NVFP4, MXFP4, NVFP4_B32, AMDFP4)
 
 
 @triton.jit
-def _e2m1(code):
-    """i32 code 0..15 -> f32 value, by bits: e > 0 gives 2^(e - 1) * (1 + m / 2), e = 0 gives m / 2."""
-    magnitude = code & 7
-    exponent = magnitude >> 1
-    normal = ((exponent + 126) << 23) | ((magnitude & 1) << 22)
-    bits = tl.where(exponent > 0, normal, (magnitude & 1) * 0x3F000000)
-    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _scale(byte, SCALE: tl.constexpr):
-    """i32 scale byte -> f32 value. SCALE: "e4m3", "ue8m0" or "ue5m3"."""
+    """u8 scale bytes -> f32 values. SCALE: "e4m3", "ue8m0" or "ue5m3"."""
     if SCALE == "ue8m0":
-        bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is a float32 subnormal
-        value = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+        value = decode_ue8m0(byte)
+    elif SCALE == "e4m3":
+        value = decode_e4m3(byte)
     else:
-        BIAS: tl.constexpr = 7 if SCALE == "e4m3" else 15
-        NAN: tl.constexpr = 0x7F if SCALE == "e4m3" else 0xFF
-        magnitude = byte & NAN
-        exponent = magnitude >> 3
-        normal = ((exponent + (127 - BIAS)) << 23) | ((magnitude & 7) << 20)
-        normal = tl.where(magnitude == NAN, 0x7FC00000, normal)
-        # subnormal: m / 8 * 2^(1 - bias); 2^(-2 - bias) written as its float32 bits
-        STEP: tl.constexpr = 0.001953125 if SCALE == "e4m3" else 7.62939453125e-06
-        small = (magnitude & 7).to(tl.float32) * STEP
-        value = tl.where(exponent > 0, normal.to(tl.float32, bitcast=True), small)
-        if SCALE == "e4m3":
-            value = tl.where(byte > 127, -value, value)
+        value = decode_ue5m3(byte)
     return value
 
 
@@ -119,14 +100,14 @@ def _product(
         byte = start + tl.arange(0, BB)
         in_k = byte < K // 2
         w_mask = in_k[:, None] & inside[None, :]
-        c = tl.load(code_base + byte[:, None], mask=w_mask, other=0).to(tl.int32)
-        s = _scale(tl.load(scale_base + (byte // (BLOCK // 2))[:, None], mask=w_mask, other=0).to(tl.int32), SCALE)
+        c = tl.load(code_base + byte[:, None], mask=w_mask, other=0)
+        s = _scale(tl.load(scale_base + (byte // (BLOCK // 2))[:, None], mask=w_mask, other=0), SCALE)
         x_mask = live[:, None] & in_k[None, :]
         column = byte.to(tl.int64)[None, :] * 2
         even = tl.load(x_base + column * x_col, mask=x_mask, other=0.0).to(DOT)
         odd = tl.load(x_base + (column + 1) * x_col, mask=x_mask, other=0.0).to(DOT)
-        acc = tl.dot(even, (_e2m1(c & 15) * s).to(DOT), acc, input_precision="ieee")
-        acc = tl.dot(odd, (_e2m1(c >> 4) * s).to(DOT), acc, input_precision="ieee")
+        acc = tl.dot(even, (decode_e2m1(c) * s).to(DOT), acc, input_precision="ieee")
+        acc = tl.dot(odd, (decode_e2m1(c >> 4) * s).to(DOT), acc, input_precision="ieee")
 
     acc *= tl.load(global_scale + expert)
     if HAS_BIAS:

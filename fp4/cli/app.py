@@ -1,0 +1,162 @@
+"""The commands. Each imports what it needs when it runs, so that ``fp4 --help`` is quick and ``fp4 doctor`` always works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp4.cli.table import dump
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="fp4",
+    help="NVFP4 and MXFP4: inspect, convert and check 4-bit checkpoints; layouts; backends.",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Trust = Annotated[str, typer.Option(help="config: a contradiction between config and tensors is an error; tensors: believe the tensors")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        import fp4
+
+        print(f"fp4 {fp4.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    """NVFP4 and MXFP4: inspect, convert and check 4-bit checkpoints; layouts; backends."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+        raise typer.Exit(2)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """What is here: versions, devices, backends with the reason of each that is missing, and what would be chosen."""
+    from fp4.cli import doctor as module
+
+    report = module.collect()
+    print(dump(report) if json else module.render(report))
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="a folder, an index file or one .safetensors file")],
+    json: Json = False,
+    trust: Trust = "config",
+    check: Annotated[bool, typer.Option("--check", help="exit status 1 when there is a suspicious sign")] = False,
+) -> None:
+    """What a checkpoint holds, tensor by tensor, with suspicious signs."""
+    from fp4.cli import inspect as module
+
+    report = module.collect(path, trust)
+    print(dump(report) if json else module.render(report))
+    if check and report["suspicious"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def dequantize(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="the checkpoint")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder, or a new .safetensors file")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    trust: Trust = "config",
+    fold: Annotated[bool, typer.Option(help="apply pre_quant_scale and low-rank branches to the weight")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+) -> None:
+    """Write the checkpoint with every quantised tensor as the unquantised model holds it."""
+    from fp4.cli import dequantize as module
+
+    print(module.run(source, target, dtype, trust, fold, quiet))
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Option(help="matmul or moe")] = "matmul",
+    format: Annotated[str, typer.Option(help="nvfp4, mxfp4, mxfp8 ...")] = "nvfp4",
+    device: Annotated[str | None, typer.Option(help="cuda, cpu, or a capability such as sm90; default: this machine")] = None,
+    n: Annotated[int | None, typer.Option(help="output features")] = None,
+    k: Annotated[int | None, typer.Option(help="input features")] = None,
+    experts: Annotated[int | None, typer.Option()] = None,
+    hidden: Annotated[int | None, typer.Option()] = None,
+    intermediate: Annotated[int | None, typer.Option()] = None,
+    topk: Annotated[int | None, typer.Option()] = None,
+    activation: Annotated[str | None, typer.Option(help="silu, swiglu_oai, situ or relu2")] = None,
+    gate_up: Annotated[str | None, typer.Option(help="interleaved, gate_up or up_gate")] = None,
+    json: Json = False,
+) -> None:
+    """Which backend a layer would get, and why not each other one. Needs no GPU: name a capability."""
+    from fp4.cli import explain as module
+
+    sizes: dict[str, Any] = {"n": n, "k": k, "experts": experts, "hidden": hidden, "intermediate": intermediate}
+    sizes |= {"topk": topk, "activation": activation, "gate_up": gate_up}
+    module.run(op, format, device, {name: v for name, v in sizes.items() if v is not None}, json)
+
+
+@app.command()
+def verify(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, quantised or not")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another one")],
+    tolerance: Annotated[float, typer.Option(help="largest relative Frobenius error of a tensor; 0: equal values")] = 0.0,
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor by the values they mean. Exit status 1 on a difference."""
+    from fp4.cli import verify as module
+
+    report = module.collect(a, b, tolerance)
+    print(dump(report) if json else module.render(report))
+    if report["different"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def error(
+    path: Annotated[Path | None, typer.Argument(help="a .safetensors file or checkpoint folder; default: random tensors")] = None,
+    name: Annotated[list[str] | None, typer.Option("--name", help="tensor of PATH; may be repeated; default: the largest matrices")] = None,
+    format: Annotated[list[str] | None, typer.Option("--format", help="default: all")] = None,
+    recipe: Annotated[list[str] | None, typer.Option("--recipe", help="default: all")] = None,
+    seed: Annotated[int, typer.Option(help="of the random tensors")] = 0,
+    json: Json = False,
+) -> None:
+    """Quantisation error by format and recipe."""
+    from fp4.cli import error as module
+
+    tensors = module.random_tensors(seed) if path is None else module.load(path, name)
+    rows = module.measure(tensors, format, recipe)
+    print(dump(rows) if json else module.render(rows))
+
+
+@app.command()
+def bench(
+    elements: Annotated[int, typer.Option(help="elements of the tensor, in Mi")] = 16,
+    json: Json = False,
+) -> None:
+    """Time quantise, dequantise and a product on this machine, each as a ratio to a plain copy or product in the same run."""
+    from fp4.cli import bench as module
+
+    report = module.collect(elements)
+    print(dump(report) if json else module.render(report))
+
+
+def _mount() -> None:
+    try:
+        from fp4.cli.layout import app as layouts
+    except ImportError:  # e.g. numpy without the layout module's needs: the other commands still work
+        return
+    app.add_typer(layouts, name="layout")
+
+
+_mount()

@@ -1,0 +1,111 @@
+"""``fp4 error``: what each format and recipe loses on given or random tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp4
+from fp4 import formats
+from fp4.cli.table import table
+from fp4.errors import CheckpointError, FormatMismatch, Fp4Error
+
+__all__ = ["load", "measure", "random_tensors", "render"]
+
+
+def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """f32 [512, 1024]: normal, Laplace, Student t (4 degrees of freedom), and normal with 1 % outliers of 20 times the size."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (512, 1024)
+    normal = torch.randn(shape, generator=g)
+    u = torch.rand(shape, generator=g) - 0.5
+    chi2 = torch.randn((4, *shape), generator=g).square().mean(0)
+    outliers = torch.where(torch.rand(shape, generator=g) < 0.01, 20.0, 1.0)
+    return {
+        "normal": normal,
+        "laplace": -u.sign() * torch.log1p(-2 * u.abs().clamp(max=0.5 - 2**-26)),
+        "student t4": torch.randn(shape, generator=g) / chi2.sqrt(),
+        "outliers": torch.randn(shape, generator=g) * outliers,
+    }
+
+
+def load(path: Path, names: Sequence[str] | None, most: int = 4) -> dict[str, torch.Tensor]:
+    """Named tensors of a checkpoint as float32; without names its ``most`` largest matrices. Raises CheckpointError."""
+    with fp4.open_checkpoint(path) as ck:
+        if names:
+            return {name: ck.dequantize(name) for name in names}
+        matrices = [n for n in ck.names() if len(ck.shape(n)) >= 2]
+        if not matrices:
+            raise CheckpointError(f"{path}: has no matrix; need a tensor of two or more dimensions")
+        largest = sorted(matrices, key=lambda n: -math.prod(ck.shape(n)))[:most]
+        return {name: ck.dequantize(name) for name in largest}
+
+
+def measure(
+    tensors: Mapping[str, torch.Tensor], format_names: Sequence[str] | None = None, recipe_names: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """One row a tensor, format and recipe: ``sqnr_db = 10 log10(sum x^2 / sum (x - x')^2)``, ``worst = max |x - x'| / max |x|``.
+
+    A recipe that does not fit a format is left out unless it was named; then its reason is the row's ``note``. Recipes that give the same
+    bytes share a row: ``recipes`` lists them.
+    """
+    rows: list[dict[str, Any]] = []
+    for f in [formats.get(n) for n in format_names or formats.names()]:
+        for label, x in tensors.items():
+            if x.shape[-1] % f.block:
+                note = f"last dimension {x.shape[-1]} is not a multiple of {f.block}"
+                rows.append({"tensor": label, "format": f.name, "recipes": [], "sqnr_db": None, "worst": None, "note": note})
+                continue
+            seen: list[tuple[Any, dict[str, Any]]] = []
+            for name in recipe_names or fp4.recipes.names():
+                try:
+                    q = fp4.quantize(x, f, recipe=name)
+                except FormatMismatch:
+                    raise
+                except Fp4Error as error:
+                    if recipe_names:
+                        rows.append(
+                            {"tensor": label, "format": f.name, "recipes": [name], "sqnr_db": None, "worst": None, "note": str(error)}
+                        )
+                    continue
+                back = fp4.dequantize(q).double()
+                twin = next((row for other, row in seen if torch.equal(other, back)), None)
+                if twin is not None:
+                    twin["recipes"].append(name)
+                    continue
+                lost = x.double() - back
+                noise, signal = float(lost.square().sum()), float(x.double().square().sum())
+                row = {
+                    "tensor": label,
+                    "format": f.name,
+                    "bits": f.bits_per_element,
+                    "recipes": [name],
+                    "sqnr_db": 10 * math.log10(signal / noise) if noise and signal else math.inf,
+                    "worst": float(lost.abs().max() / x.abs().max()) if signal else 0.0,
+                    "note": "",
+                }
+                seen.append((back, row))
+                rows.append(row)
+    return rows
+
+
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for label in dict.fromkeys(r["tensor"] for r in rows):
+        mine = sorted((r for r in rows if r["tensor"] == label), key=lambda r: (r["format"], -(r["sqnr_db"] or 0)))
+        cells = [
+            (
+                r["format"],
+                None if r.get("bits") is None else float(r["bits"]),
+                r["sqnr_db"],
+                r["worst"],
+                ": ".join(t for t in (", ".join(r["recipes"]), r["note"]) if t),
+            )
+            for r in mine
+        ]
+        lines += [f"{label}", table(("format", "bits", "SQNR dB", "worst/max", "recipes"), cells, "  "), ""]
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,78 @@
+"""``fp4 verify A B``: do two checkpoints mean the same values?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp4
+from fp4.cli.table import table
+from fp4.tensor import QuantizedTensor
+
+__all__ = ["collect", "compare", "render"]
+
+
+def _same_bytes(a: Any, b: Any) -> bool:
+    if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor) or a.format != b.format or a.shape != b.shape:
+        return False
+    if a.axis % len(a.shape) != b.axis % len(b.shape) or not torch.equal(a.codes, b.codes) or not torch.equal(a.scale, b.scale):
+        return False
+    ga, gb = (torch.ones(()) if q.global_scale is None else q.global_scale for q in (a, b))
+    return bool((ga == gb).all())
+
+
+def compare(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> tuple[bool, str]:
+    """(equal within tolerance, what differs): count of different values, the first index, the relative Frobenius error."""
+    if x.shape != y.shape:
+        return False, f"shape {list(x.shape)} and {list(y.shape)}"
+    x, y = x.double(), y.double()
+    # NaN equals NaN; -0 equals 0: the values are compared, not the bits
+    unequal = ~((x == y) | (x.isnan() & y.isnan()))
+    count = int(unequal.sum())
+    if not count:
+        return True, "equal values"
+    finite = x.isfinite() & y.isfinite()
+    norm = float(torch.where(finite, x, 0.0).norm())
+    error = float(torch.where(finite, x - y, 0.0).norm()) / norm if norm else float("inf")
+    if bool((unequal & ~finite).any()):
+        error = float("inf")
+    at = [int(i) for i in unequal.nonzero()[0]] if unequal.ndim else []
+    where = f"{count} of {x.numel()} values differ, first at {at}: {float(x[tuple(at)]):.9g} and {float(y[tuple(at)]):.9g}"
+    return error <= tolerance, f"{where}; relative error {error:.3g}"
+
+
+def collect(a: Path, b: Path, tolerance: float) -> dict[str, Any]:
+    """Compare every tensor of both; nothing is skipped in silence."""
+    rows: list[dict[str, Any]] = []
+    with fp4.open_checkpoint(a) as left, fp4.open_checkpoint(b) as right:
+        names = [*left.names(), *(n for n in right.names() if n not in left)]
+        for name in names:
+            if name not in left or name not in right:
+                rows.append({"name": name, "same": False, "what": f"only in {a if name in left else b}"})
+                continue
+            if _same_bytes(left[name], right[name]):
+                rows.append({"name": name, "same": True, "what": "equal bytes"})
+                continue
+            same, what = compare(left.dequantize(name), right.dequantize(name), tolerance)
+            rows.append({"name": name, "same": same, "what": what})
+        dialects = [left.dialect, right.dialect]
+    different = sum(not r["same"] for r in rows)
+    return {"a": str(a), "b": str(b), "dialects": dialects, "tolerance": tolerance, "tensors": rows, "different": different}
+
+
+def render(report: dict[str, Any]) -> str:
+    shown = [r for r in report["tensors"] if not r["same"]]
+    total = len(report["tensors"])
+    kinds: dict[str, int] = {}
+    for r in report["tensors"]:
+        if r["same"]:
+            kind = r["what"] if r["what"].startswith("equal") else f"within {report['tolerance']:g}"
+            kinds[kind] = kinds.get(kind, 0) + 1
+    lines = [f"{report['a']} ({report['dialects'][0]}) against {report['b']} ({report['dialects'][1]})"]
+    if shown:
+        lines.append(table(("tensor", "difference"), [(r["name"], r["what"]) for r in shown]))
+    agree = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none agree"
+    lines.append(f"{total} tensors: {agree}; {report['different']} differ")
+    return "\n".join(lines)
