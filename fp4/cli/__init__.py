@@ -45,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = get_command(app).main(args=None if argv is None else list(argv), prog_name="fp4", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
-    except BrokenPipeError:
-        # the reader went away (| head); keep the interpreter from failing again when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit):
+        # The reader went away (| head); click turns that into SystemExit(1), its only one here, and 1 means a failed check to us.
+        # Keep the interpreter from failing again when it flushes.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _say("output was closed before the end")
     except usage_error as error:
         where = error.ctx.command_path if error.ctx else "fp4"

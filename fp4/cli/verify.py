@@ -23,6 +23,15 @@ def _same_bytes(a: Any, b: Any) -> bool:
     return bool((ga == gb).all())
 
 
+def _activation_scales(a: Any, b: Any, tolerance: float) -> str | None:
+    """What differs when both tensors carry a calibrated activation scale; a missing one is no difference."""
+    if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor) or a.input_scale is None or b.input_scale is None:
+        return None
+    x, y = torch.broadcast_tensors(a.input_scale, b.input_scale)
+    same, what = compare(x, y, tolerance)
+    return None if same else f"input_scale: {what}"
+
+
 def compare(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> tuple[bool, str]:
     """(equal within tolerance, what differs): count of different values, the first index, the relative Frobenius error."""
     if x.shape != y.shape:
@@ -52,11 +61,13 @@ def collect(a: Path, b: Path, tolerance: float) -> dict[str, Any]:
             if name not in left or name not in right:
                 rows.append({"name": name, "same": False, "what": f"only in {a if name in left else b}"})
                 continue
-            if _same_bytes(left[name], right[name]):
-                rows.append({"name": name, "same": True, "what": "equal bytes"})
-                continue
-            same, what = compare(left.dequantize(name), right.dequantize(name), tolerance)
-            rows.append({"name": name, "same": same, "what": what})
+            p, q = left[name], right[name]
+            if _same_bytes(p, q):
+                same, what = True, "equal bytes"
+            else:
+                same, what = compare(left.dequantize(name), right.dequantize(name), tolerance)
+            other = _activation_scales(p, q, tolerance) if same else None
+            rows.append({"name": name, "same": same and other is None, "what": other or what})
         dialects = [left.dialect, right.dialect]
     different = sum(not r["same"] for r in rows)
     return {"a": str(a), "b": str(b), "dialects": dialects, "tolerance": tolerance, "tensors": rows, "different": different}
