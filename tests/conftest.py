@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,23 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if GPU else (0, 0)
 
 
+#: a test file that imports one of these runs kernels
+_KERNELS = re.compile(
+    r"^\s*(?:import triton\b|from fp4\.(?:ref\.triton_|gpu\.kernels)|from fp4\.(?:ref|gpu) import .*(?:triton_|kernels))", re.M
+)
+
+
+@functools.cache
+def _runs_kernels(path: Path) -> bool:
+    return _KERNELS.search(path.read_text()) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
     no_hopper = pytest.mark.skip(reason="needs a Hopper GPU (SM90)")
     for item in items:
+        if _runs_kernels(item.path):
+            item.add_marker(pytest.mark.kernel)
         if "gpu" in item.keywords and not GPU:
             item.add_marker(no_gpu)
         if "sm90" in item.keywords and _capability()[0] != 9:

@@ -17,8 +17,6 @@ import fp4
 from fp4.ref import matmul as ref
 from fp4.ref import triton_matmul as plain
 
-pytestmark = pytest.mark.kernel
-
 FORMATS = ("nvfp4", "mxfp4", "nvfp4_b32", "amdfp4")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,8 +18,6 @@ from fp4.ref import moe as ref
 from fp4.ref import triton_matmul as plain
 from fp4.tensor import GATE_UP_ORDERS
 
-pytestmark = pytest.mark.kernel
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACTIVATIONS = (fp4.SwiGLU(), fp4.SwiGLU(alpha=1.0, beta=0.0, limit=None), fp4.SiLU(), fp4.SiTU(), fp4.SiTU(2.0, None), fp4.ReLU2())
 FP32 = 5e-6

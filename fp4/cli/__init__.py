@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _warning
             status = get_command(app).main(args=None if argv is None else list(argv), prog_name="fp4", standalone_mode=False)
         sys.stdout.flush()
-        return status if isinstance(status, int) else 0
+        if status != 130:  # typer's status for an interrupt
+            return status if isinstance(status, int) else 0
+        _say("interrupted")
     except (BrokenPipeError, SystemExit):
         # The reader went away (| head); click turns that into SystemExit(1), its only one here, and 1 means a failed check to us.
         # Keep the interpreter from failing again when it flushes.
