@@ -147,7 +147,7 @@ class _Builder:
             if entry.dtype in PACKED or spec is not None:
                 self.missing_scale.append(f"{module}.{leaves.scale[0]}")
             return
-        if spec is None and entry.dtype in PACKED:
+        if spec is None and entry.dtype in PACKED and plan.has_config:
             self.excluded.append(module)
             if not plan.trust_tensors:
                 return
