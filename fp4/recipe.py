@@ -42,8 +42,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "underflow": ("zero", "saturate"),
     # reciprocal R(): correctly rounded | the SM90 instruction, from the measured table
     "reciprocal": ("exact", "rcp_approx_sm90"),
-    # default global scale from the tensor's amax: g = amax/(max*scale_max) | gs = (max*scale_max)/amax, g = 1/gs
-    "global_rule": ("multiplier", "encode"),
+    # default global scale from the tensor's amax, with L = 6 * scale_max: g = amax/L | gs = L/amax, g = 1/gs | gs = L*(1/amax), g = 1/gs
+    "global_rule": ("amax/L", "L/amax", "L*(1/amax)"),
+    # precision of amax/max and of the default gs: float32 | the dtype of x (compressed-tensors' observer runs in the model's bf16)
+    "scale_dtype": ("float32", "input"),
     # choose, per block, between scaling amax to 6 and to 4 by the error of the result
     "four_over_six": ("off", "mse", "mae", "abs_max"),
 }
@@ -85,7 +87,7 @@ class Recipe:
     underflow_byte: int = 0
     underflow: str = "zero"
     reciprocal: str = "exact"
-    global_rule: str = "multiplier"
+    global_rule: str = "amax/L"
     #: default global scale of an all-zero tensor
     global_zero: float = 1.0
     #: smallest default global scale. 2^-117 = 2^-126 / 2^-9: then d * g is never subnormal and 1/(d * g) never overflows
@@ -94,8 +96,7 @@ class Recipe:
     # -- both ------------------------------------------------------------------
     #: amax is at least this (DeepGEMM: 1e-4)
     amax_floor: float = 0.0
-    #: amax and the scale arithmetic are rounded to bfloat16 after each operation (compressed-tensors' bf16 observer)
-    bf16_scales: bool = False
+    scale_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name, legal in CHOICES.items():

@@ -72,9 +72,9 @@ def block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 def _quantize_piece(x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]."""
-    x = x.to(torch.float32).contiguous()
+    dtype, x = x.dtype, x.to(torch.float32).contiguous()
     amax = block_amax(x, recipe)
-    byte = scale_bytes(amax, fmt, recipe, g, gs)
+    byte = scale_bytes(amax, fmt, recipe, g, gs, dtype)
     return _encode(x, byte, fmt, recipe, g, gs), byte.to(torch.uint8)
 
 
@@ -232,5 +232,5 @@ def resolve_global_scale(
         amax = torch.stack([tensor_amax(part) for part in x]) if per_expert and x.shape[0] else tensor_amax(x)
         if per_expert and not x.shape[0]:
             amax = torch.zeros(0, dtype=torch.float32, device=x.device)
-        return default_global_scale(amax, recipe)
+        return default_global_scale(amax, recipe, x.dtype)
     return global_scale, encode_scale

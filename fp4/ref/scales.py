@@ -6,6 +6,7 @@ All arithmetic is float32, one rounding an operation, in the order that the Reci
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,27 +46,34 @@ def reciprocal(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return rcp_approx(x) if recipe.reciprocal == "rcp_approx_sm90" else torch.reciprocal(x)
 
 
-def default_global_scale(amax: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensor amax f32 [...] -> multiplier g and encode scale gs, f32 [...], both finite and positive.
+def default_global_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensor amax f32 [...] of x -> multiplier g and encode scale gs, f32 [...], both finite and positive.
 
-    ``g = amax / (elem_max * scale_max)``: 6 * 448 = 2688, the largest e2m1 times the largest e4m3. With
-    ``global_rule="encode"`` the library computes ``gs = 2688 / amax`` first and ``g = 1 / gs`` from it.
-    A zero tensor gives ``recipe.global_zero`` (flashinfer and compressed-tensors PR #595 show what happens otherwise).
+    ``g = amax / L`` with ``L = 6 * scale_max``: 6 * 448 = 2688, the largest e2m1 times the largest e4m3. Some libraries compute gs
+    first and ``g = 1 / gs`` from it, see ``CHOICES["global_rule"]``; ``dtype`` is that of x, for ``scale_dtype="input"``.
+    A zero tensor gives ``recipe.global_zero``: 1 / 0 here is what serves NaN later (Model-Optimizer#1633, compressed-tensors PR #595).
     """
     limit = torch.tensor(6.0 * recipe.scale_max, dtype=torch.float32, device=amax.device)
-    if recipe.global_rule == "encode":
-        gs = (limit / amax).clamp(max=FLT_MAX)
-        if recipe.bf16_scales:
-            gs = gs.to(torch.bfloat16).to(torch.float32)
-        gs = torch.where(amax == 0, 1.0 / recipe.global_zero, gs)
-        return torch.reciprocal(gs), gs
-    g = torch.where(amax == 0, recipe.global_zero, (amax / limit).clamp(min=recipe.global_floor))
-    return g, torch.reciprocal(g)
+    if recipe.global_rule == "amax/L":
+        g = torch.where(amax == 0, recipe.global_zero, (amax / limit).clamp(min=recipe.global_floor))
+        return g, torch.reciprocal(g)
+    step = _rounding(recipe, dtype)
+    gs = step(limit / amax) if recipe.global_rule == "L/amax" else step(step(torch.reciprocal(amax)) * limit)
+    gs = torch.where(amax == 0, 1.0 / recipe.global_zero, gs.clamp(max=FLT_MAX))
+    return torch.reciprocal(gs), gs
 
 
-def scale_bytes(amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
+def _rounding(recipe: Recipe, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    if recipe.scale_dtype == "float32" or dtype == torch.float32:
+        return lambda t: t
+    return lambda t: t.to(dtype).to(torch.float32)
+
+
+def scale_bytes(
+    amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Block amax f32 [...] (NaN or infinity if the block holds one) -> scale byte, i32 [...] in 0..255."""
-    byte = _ue8m0(amax, fmt, recipe) if fmt.scale.name == "ue8m0" else _e4m3(amax, fmt, recipe, g, gs)
+    byte = _ue8m0(amax, fmt, recipe) if fmt.scale.name == "ue8m0" else _e4m3(amax, fmt, recipe, g, gs, dtype)
     bad = amax != amax
     if recipe.inf != "saturate":
         bad |= amax == torch.inf
@@ -97,19 +105,16 @@ def _ue8m0(amax: torch.Tensor, fmt: Format, recipe: Recipe) -> torch.Tensor:
     return byte.clamp_(0, 254)
 
 
-def _e4m3(amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
-    v = scale_value(amax, recipe, g, gs)
+def _e4m3(amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    v = scale_value(amax, recipe, g, gs, dtype)
     byte = encode_magnitude(v, fmt.scale)
     byte = torch.where(byte == 0, recipe.underflow_byte, byte)
     return torch.where(amax == 0, recipe.zero_byte, byte)
 
 
-def scale_value(amax: torch.Tensor, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
+def scale_value(amax: torch.Tensor, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The block scale before it is rounded to a byte, f32 [...]; about ``amax / (elem_max * g)``."""
-
-    def step(t: torch.Tensor) -> torch.Tensor:
-        return t.to(torch.bfloat16).to(torch.float32) if recipe.bf16_scales else t
-
+    step = _rounding(recipe, dtype)
     if recipe.amax_floor:
         amax = amax.clamp(min=recipe.amax_floor)
     top = torch.tensor(recipe.elem_max, dtype=torch.float32, device=amax.device)
@@ -118,7 +123,7 @@ def scale_value(amax: torch.Tensor, recipe: Recipe, g: torch.Tensor, gs: torch.T
     elif recipe.scale_order == "(amax/max)/g":
         v = step(amax / top) / g
     elif recipe.scale_order == "(amax/max)*gs":
-        v = step(step(amax / top) * gs)
+        v = step(amax / top) * gs
     elif recipe.scale_order == "amax*(gs*(1/max))":
         v = amax * (gs * reciprocal(top, recipe))
     else:

@@ -37,6 +37,7 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 
 #: elements a program, compiled and in the interpreter (where a launch costs more than its work)
 TILE, TILE_INTERPRETED = 4096, 1 << 17
+_ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALE = {"e4m3": 0, "ue5m3": 1, "ue8m0": 2}
 
 
@@ -74,8 +75,13 @@ def _bf16_bits(x):
 
 
 @triton.jit
-def _bf16(x, ON: tl.constexpr):
-    return from_bits(_bf16_bits(x) << 16) if ON else x
+def _step(x, ROUND: tl.constexpr):
+    """f32 rounded to float32 (0), bf16 (1) or fp16 (2), as f32."""
+    if ROUND == 1:
+        x = from_bits(_bf16_bits(x) << 16)
+    elif ROUND == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -99,14 +105,14 @@ def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr,
 
 
 @triton.jit
-def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, BF16: tl.constexpr):
+def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, ROUND: tl.constexpr):
     """The block scale before rounding; ORDER in the order of ``CHOICES["scale_order"]``."""
     if ORDER == 0:
         v = tl.div_rn(amax, g * TOP)
     elif ORDER == 1:
-        v = tl.div_rn(_bf16(tl.div_rn(amax, TOP), BF16), g)
+        v = tl.div_rn(_step(tl.div_rn(amax, TOP), ROUND), g)
     elif ORDER == 2:
-        v = _bf16(_bf16(tl.div_rn(amax, TOP), BF16) * gs, BF16)
+        v = _step(tl.div_rn(amax, TOP), ROUND) * gs
     elif ORDER == 3:
         v = amax * (gs * RCP_TOP)
     else:
@@ -150,7 +156,7 @@ def _quantize_kernel(
     RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
     TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
     SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
-    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, BF16: tl.constexpr,
+    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
     b = first + tl.arange(0, N)
@@ -189,7 +195,7 @@ def _quantize_kernel(
         else:
             g = tl.load(g_ptr + tl.zeros([1], tl.int32))
             gs = tl.load(gs_ptr + tl.zeros([1], tl.int32))
-        v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, BF16)
+        v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND)
         if SCALE_FLOOR > 0:
             v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
         S_EMIN: tl.constexpr = -6 if SCALE == 0 else -14
@@ -359,13 +365,13 @@ def quantize_blocks(
         codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
         blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
         N=n, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
-        **_constants(fmt, recipe),
+        **_constants(fmt, recipe, x.dtype),
     )  # fmt: skip
     return codes, scale
 
 
 @lru_cache(maxsize=256)
-def _constants(fmt: Format, recipe: Recipe) -> dict[str, Any]:
+def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
     """The format and the recipe as the kernel's compile-time constants."""
     elem = fmt.elem
     choices = {name.upper(): recipe.code(name) for name in ("tie", "zero_sign", "nan_code", "nan", "inf", "underflow")}
@@ -390,7 +396,7 @@ def _constants(fmt: Format, recipe: Recipe) -> dict[str, Any]:
         "UNDERFLOW_BYTE": recipe.underflow_byte,
         "APPROX": recipe.reciprocal != "exact",
         "AMAX_FLOOR": recipe.amax_floor,
-        "BF16": recipe.bf16_scales,
+        "ROUND": _ROUND[dtype] if recipe.scale_dtype == "input" else 0,
     }
 
 
