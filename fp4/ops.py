@@ -209,7 +209,8 @@ def _(x: torch.Tensor, layout: str) -> torch.Tensor:
 def _arguments(
     x: torch.Tensor, format: str | Format, recipe: str | Recipe, global_scale: Any, encode_scale: Any, axis: int, where: str
 ) -> tuple[torch.Tensor, Format, Recipe, torch.Tensor | None, torch.Tensor | None, bool]:
-    fmt, how = formats.get(format), recipe_module.get(recipe)
+    fmt = formats.get(format)
+    how = recipe_module.get(recipe, fmt.name)
     last = _check_input(x, fmt, axis, where)
     per_expert = isinstance(global_scale, str)
     if per_expert and (global_scale != "per_expert" or not fmt.tensor_scale or last.ndim < 3):

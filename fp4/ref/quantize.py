@@ -73,13 +73,17 @@ def block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 def _quantize_piece(x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]."""
     dtype, x = x.dtype, x.to(torch.float32).contiguous()
+    if recipe.flush:
+        x = torch.where(x.abs() < 2.0**-126, x * 0.0, x)  # the sign of zero stays
     amax = block_amax(x, recipe)
     byte = scale_bytes(amax, fmt, recipe, g, gs, dtype)
-    return _encode(x, byte, fmt, recipe, g, gs), byte.to(torch.uint8)
+    return _encode(x, byte, amax, fmt, recipe, g, gs), byte.to(torch.uint8)
 
 
-def _encode(x: torch.Tensor, byte: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
-    factor, divide = block_factor(byte, fmt, recipe, g, gs)
+def _encode(
+    x: torch.Tensor, byte: torch.Tensor, amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
+) -> torch.Tensor:
+    factor, divide = block_factor(byte, amax, fmt, recipe, g, gs)
     y = x / factor[:, None] if divide else x * factor[:, None]
     code = encode_magnitude(y.abs(), fmt.elem, recipe.tie)
     code = signed_code(code, x, y, fmt.elem, recipe.zero_sign, recipe.nan_code).to(torch.uint8)

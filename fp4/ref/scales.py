@@ -14,7 +14,7 @@ import torch
 
 from fp4.formats import Format
 from fp4.recipe import Recipe
-from fp4.ref.codes import INT32, MANTISSA, decode, encode_magnitude
+from fp4.ref.codes import EXPONENT, INT32, MANTISSA, decode, encode_magnitude
 
 __all__ = ["block_factor", "default_global_scale", "rcp_approx", "scale_bytes"]
 
@@ -98,6 +98,8 @@ def _ue8m0(amax: torch.Tensor, fmt: Format, recipe: Recipe) -> torch.Tensor:
         byte = ((bits + (1 << (22 - elem.man_bits))) >> 23) - emax
     elif recipe.scale_rule == "rceil":
         byte = ((bits + (MANTISSA - fraction)) >> 23) - emax
+        if recipe.inf == "saturate":  # infinity / largest is infinity, rounded up to the largest scale
+            byte = torch.where(bits == EXPONENT, 254, byte)
         if recipe.ue8m0_floor:  # float32(amax / largest) > 0
             byte = torch.where(bits > int(elem.max) // 2, byte.clamp(min=recipe.ue8m0_floor), byte)
     else:
@@ -127,12 +129,17 @@ def scale_value(amax: torch.Tensor, recipe: Recipe, g: torch.Tensor, gs: torch.T
     elif recipe.scale_order == "amax*(gs*(1/max))":
         v = amax * (gs * reciprocal(top, recipe))
     else:
-        v = gs * (amax * reciprocal(top, recipe))
+        share = amax * reciprocal(top, recipe)
+        v = gs * (torch.where(share < 2.0**-126, 0.0, share) if recipe.flush else share)
     return v.clamp(min=recipe.scale_floor) if recipe.scale_floor else v
 
 
-def block_factor(byte: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Scale byte i32 [...] -> (factor f32 [...], divide): a scaled element is ``x * factor``, or ``x / factor`` if ``divide``.
+def block_factor(
+    byte: torch.Tensor, amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
+) -> tuple[torch.Tensor, bool]:
+    """Scale byte i32 [...] and amax f32 [...] -> (factor f32 [...], divide).
+
+    A scaled element is ``x * factor``, or ``x / factor`` if ``divide``.
 
     A NaN byte gives a NaN factor, so that every element of the block becomes the NaN code.
     """
@@ -154,6 +161,6 @@ def block_factor(byte: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tenso
         factor = d / gs
     else:
         factor = reciprocal(d * reciprocal(gs, recipe), recipe)
-    if recipe.underflow == "zero":
-        factor = torch.where(byte == 0, torch.inf if divide else 0.0, factor)
+    zero = byte == 0 if recipe.underflow == "zero" else (byte == 0) & (amax == 0)
+    factor = torch.where(zero, torch.inf if divide else 0.0, factor)
     return factor, divide

@@ -85,7 +85,7 @@ def _step(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr, TOP: tl.constexpr, FLOOR: tl.constexpr):
+def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr, TOP: tl.constexpr, FLOOR: tl.constexpr, INF: tl.constexpr):
     """amax f32 -> byte i32; RULE in the order of ``CHOICES["scale_rule"]``: ocp_floor, rceil, ceil, even, floor_amax_over_6."""
     b = bits_of(amax)
     FRACTION: tl.constexpr = 0x400000 if MAN == 1 else 0x600000  # of the largest value: 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
@@ -99,13 +99,15 @@ def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr,
         byte = ((b + (1 << (22 - MAN))) >> 23) - EMAX
     else:
         byte = ((b + (0x800000 - FRACTION)) >> 23) - (EMAX + 1)
+    if RULE == 1 and INF == 1:
+        byte = tl.where(b == 0x7F800000, 254, byte)
     if RULE == 1 and FLOOR > 0:
         byte = tl.where(b > TOP // 2, tl.maximum(byte, FLOOR), byte)
     return tl.minimum(tl.maximum(byte, 0), 254)
 
 
 @triton.jit
-def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, ROUND: tl.constexpr):
+def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr):
     """The block scale before rounding; ORDER in the order of ``CHOICES["scale_order"]``."""
     if ORDER == 0:
         v = tl.div_rn(amax, g * TOP)
@@ -116,7 +118,10 @@ def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: t
     elif ORDER == 3:
         v = amax * (gs * RCP_TOP)
     else:
-        v = gs * (amax * RCP_TOP)
+        share = amax * RCP_TOP
+        if FLUSH:
+            share = tl.where(share < 1.1754943508222875e-38, 0.0, share)
+        v = gs * share
     return v
 
 
@@ -156,7 +161,7 @@ def _quantize_kernel(
     RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
     TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
     SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
-    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr,
+    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
     b = first + tl.arange(0, N)
@@ -166,6 +171,8 @@ def _quantize_kernel(
     step = e if FLAT else e * s_k
     x = _load_f32(x_ptr + start[:, None] + step[None, :], live[:, None])
 
+    if FLUSH:
+        x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
     # amax on the bits of |x|: the order of magnitudes is that of their bits, infinity and NaN come last
     magnitude = bits_of(x) & 0x7FFFFFFF
     if NAN == 1:  # ignore: -1 is below every magnitude and stays only if all are NaN
@@ -181,7 +188,7 @@ def _quantize_kernel(
 
     if SCALE == 2:
         TOP_INT: tl.constexpr = 6 if PACK else 448
-        byte = _ue8m0_byte(floored, RULE, EMAX, MAN, TOP_INT, UE8M0_FLOOR)
+        byte = _ue8m0_byte(floored, RULE, EMAX, MAN, TOP_INT, UE8M0_FLOOR, INF)
         byte = tl.where(bad, 255, byte)
         power = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
         if UE8M0_ZERO:
@@ -195,7 +202,7 @@ def _quantize_kernel(
         else:
             g = tl.load(g_ptr + tl.zeros([1], tl.int32))
             gs = tl.load(gs_ptr + tl.zeros([1], tl.int32))
-        v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND)
+        v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND, FLUSH)
         if SCALE_FLOOR > 0:
             v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
         S_EMIN: tl.constexpr = -6 if SCALE == 0 else -14
@@ -224,8 +231,10 @@ def _quantize_kernel(
             factor = tl.div_rn(d, gs)
         else:
             factor = _rcp(d * _rcp(gs, table_ptr, APPROX), table_ptr, APPROX)
-        if UNDERFLOW == 0:
-            factor = tl.where(byte == 0, float("inf") if DIVIDE else 0.0, factor)
+        zero = byte == 0
+        if UNDERFLOW == 1:
+            zero = zero & (amax == 0)
+        factor = tl.where(zero, float("inf") if DIVIDE else 0.0, factor)
         factor = tl.where(bad, float("nan"), factor)
 
     if SCALE != 2 and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)):
@@ -396,6 +405,7 @@ def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any
         "UNDERFLOW_BYTE": recipe.underflow_byte,
         "APPROX": recipe.reciprocal != "exact",
         "AMAX_FLOOR": recipe.amax_floor,
+        "FLUSH": recipe.flush,
         "ROUND": _ROUND[dtype] if recipe.scale_dtype == "input" else 0,
     }
 
