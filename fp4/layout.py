@@ -69,6 +69,8 @@ class Reason:
 
 
 def _map_words(y: torch.Tensor, program: WordProgram) -> torch.Tensor:
+    if not y.numel():
+        return y
     w = y.contiguous().view(torch.int32)
 
     def swap(w: torch.Tensor, shift: int, mask: int) -> torch.Tensor:
@@ -216,7 +218,7 @@ class Layout(Orders):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def samedigits(self, other: Layout) -> bool:
+    def same_digits(self, other: Layout) -> bool:
         """Equal up to padding and fill: the same bytes for every shape that needs no padding."""
         return self._key()[:4] == other._key()[:4]
 

@@ -1,0 +1,412 @@
+"""What every layout must satisfy, for the whole catalogue and for random ones: bijection, inverse, offset, padding, shards, chains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from layout_formulas import FORMULAS, shuffled
+
+import fp4
+from fp4 import layouts as catalogue
+from fp4.errors import LayoutError
+from fp4.layout import ByteRange, Chain, Layout, Reason, Segmented
+from fp4.layout_doc import sample_shape
+from fp4.testing import assert_same_bytes, strategies
+from fp4.testing.goldens import counter_bytes
+
+LAYOUTS = [layout for name in catalogue.names() for layout in catalogue.variants(name)]
+IDS = [f"{layout.name}-{layout.multiple[0]}x{layout.multiple[1]}" for layout in LAYOUTS]
+each = pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+
+
+def published(layout: Layout, m: np.ndarray, k: np.ndarray, rows: int, cols: int) -> np.ndarray:
+    """The hand-written formula of a catalogue layout."""
+    if layout.name == "blackwell_value_shuffled" and layout.tile[0] == 128:
+        return shuffled(256, 128)(m, k, rows, cols)
+    return FORMULAS[layout.name](m, k, rows, cols)
+
+
+def by_scatter(layout: Layout, x: np.ndarray) -> np.ndarray:
+    """apply in numpy, from ``offset`` and the word table alone: pad, scatter each unit to its place, permute bits."""
+    g = layout.geometry(x.shape)
+    lead, per_byte = math.prod(g.lead), layout.units_per_byte
+    units = x.reshape(lead, *x.shape[-2:])
+    if per_byte == 2:
+        units = np.stack((units & 15, units >> 4), -1).reshape(lead, g.rows, g.cols)
+    fill = layout.fill if per_byte == 1 else None
+    full = np.full((lead, g.prows, g.pcols), 0 if fill is None else fill, dtype=np.uint8)
+    if fill is None:
+        full[..., 0::2], full[..., 1::2] = layout.fill & 15, layout.fill >> 4
+    full[:, : g.rows, : g.cols] = units
+    place = layout.offset((g.prows, g.pcols // per_byte), np.arange(g.prows)[:, None], np.arange(g.pcols))
+    out = np.zeros((lead, g.prows * g.pcols), dtype=np.uint8)
+    out[:, place.reshape(-1)] = full.reshape(lead, g.prows * g.pcols)
+    if per_byte == 2:
+        out = out[:, 0::2] | out[:, 1::2] << 4
+    if layout.word is not None:
+        bits = np.unpackbits(out.reshape(lead, out.shape[1] // 4, 4), axis=-1, bitorder="little")
+        out = np.packbits(bits[..., list(layout.word)], axis=-1, bitorder="little").reshape(lead, out.shape[1])
+    return out.reshape(*g.lead, out.shape[1])
+
+
+# ---- every layout of the catalogue --------------------------------------------------------------------------------------------------
+
+
+@each
+def test_offset_is_the_published_formula(layout: Layout) -> None:
+    for a, b in ((3, 3), (4, 3), (3, 5)):
+        shape = sample_shape(layout, a * layout.multiple[0], b * layout.multiple[1])
+        g = layout.geometry(shape)
+        m, k = np.arange(g.prows)[:, None], np.arange(g.pcols)[None]
+        want = published(layout, m, k, g.prows, g.pcols) + 0 * (m + k)
+        got = layout.offset(shape, m, k)
+        wrong = np.argwhere(got != want)
+        assert not wrong.size, f"{layout.name} {shape}: unit {tuple(wrong[0])} at {got[tuple(wrong[0])]}, published {want[tuple(wrong[0])]}"
+
+
+@each
+def test_offset_is_a_bijection_in_every_number_type(layout: Layout) -> None:
+    shape = sample_shape(layout, 3 * layout.multiple[0], 3 * layout.multiple[1])
+    g = layout.geometry(shape)
+    m, k = np.arange(g.prows)[:, None], np.arange(g.pcols)[None]
+    grid = layout.offset(shape, m, k)
+    assert np.array_equal(np.sort(grid.reshape(-1)), np.arange(g.prows * g.pcols))
+    assert torch.equal(layout.offset(shape, torch.from_numpy(m), torch.from_numpy(k)), torch.from_numpy(grid))
+    for i, j in ((0, 0), (g.prows - 1, g.pcols - 1), (g.prows // 2, g.pcols // 3)):
+        assert layout.offset(shape, i, j) == grid[i, j]
+        assert eval(layout.formula(shape), {"m": i, "k": j}) == grid[i, j]
+        assert eval(layout.formula(), {"m": i, "k": j, "RO": g.free[0], "CO": g.free[1]}) == grid[i, j]
+    assert layout.offset((3, *shape), 1, 2, 2) == layout.offset(shape, 1, 2) + 2 * g.prows * g.pcols
+
+
+@each
+@given(data=st.data())
+def test_apply_is_the_scatter_by_offset(layout: Layout, data: st.DataObject) -> None:
+    """torch == numpy for ragged, empty and expert shapes; the inverse returns the input from storage whose padding is poisoned."""
+    shape = data.draw(strategies.shapes(layout))
+    if math.prod(layout.padded(shape)) > 1 << 19:
+        return
+    x = data.draw(strategies.byte_arrays(shape))
+    y = layout.apply(x)
+    assert y.dtype == np.uint8
+    assert y.shape == (*shape[:-2], math.prod(layout.padded(shape)[-2:]))
+    assert y.size == layout.nbytes(shape)
+    assert_same_bytes(y, by_scatter(layout, x), layout=layout, shape=shape)
+    assert_same_bytes(layout.apply(torch.from_numpy(x)), torch.from_numpy(y))
+    assert_same_bytes(layout.invert(y, x.shape), x)
+    # which stored bits are padding: apply zeros with fill 0 and with fill 0xFF
+    zeros = np.zeros_like(x)
+    pads = replace(layout, fill=0).apply(zeros) ^ replace(layout, fill=255).apply(zeros)
+    poisoned = y ^ (pads & data.draw(strategies.byte_arrays(y.shape)))
+    assert_same_bytes(layout.invert(poisoned, shape), x)
+
+
+@each
+def test_bit_offset_follows_every_bit(layout: Layout) -> None:
+    shape = sample_shape(layout, layout.multiple[0], layout.multiple[1])
+    g, bits = layout.geometry(shape), 8 // layout.units_per_byte
+    rng = np.random.default_rng(0)
+    for _ in range(24):
+        m, k, bit = int(rng.integers(g.prows)), int(rng.integers(g.pcols)), int(rng.integers(bits))
+        x = np.zeros(shape, dtype=np.uint8)
+        x[m, k // layout.units_per_byte] = 1 << (bit + (k % layout.units_per_byte) * 4)
+        stored = np.flatnonzero(np.unpackbits(layout.apply(x), bitorder="little"))
+        assert stored.tolist() == [layout.bit_offset(shape, m, k, bit)]
+        assert layout.bit_offset(shape, np.array([m]), np.array([k]), np.array([bit])).tolist() == stored.tolist()
+        assert layout.bit_offset(shape, torch.tensor([m]), torch.tensor([k]), torch.tensor([bit])).tolist() == stored.tolist()
+
+
+@each
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_legal_shard_is_the_shard_stored(layout: Layout, dim: int) -> None:
+    """apply(slice) == the shard's bytes; what is refused has a reason that names the layout, the dimension and the cause."""
+    legal = 0
+    for n in (1, 2, 3, 4):
+        size = [2, 2]
+        size[dim] = 12
+        shape = sample_shape(layout, size[0] * layout.multiple[0], size[1] * layout.multiple[1])
+        if math.prod(shape) > 1 << 22:
+            continue
+        ranges = layout.shard(dim, n, shape)
+        if isinstance(ranges, Reason):
+            assert not ranges
+            assert layout.name in str(ranges)
+            assert "free axis" in str(ranges) or "not multiples" in str(ranges) or "whole number" in str(ranges)
+            continue
+        legal += n > 1
+        x = torch.from_numpy(counter_bytes((2, *shape)))
+        y = layout.apply(x)
+        parts = x.chunk(n, dim=dim - 2)
+        for part, r in zip(parts, ranges, strict=True):
+            assert_same_bytes(r.take(y), layout.apply(part), name=f"{layout.name} shard {r}")
+            assert r.nbytes * n == layout.nbytes(shape)
+    group = [a for a in layout.axes if a.dim == dim]
+    assert bool(legal) == bool(group and not group[0].size)
+
+
+def test_known_shards() -> None:
+    """Tensor-parallel facts: rows of 128x4 are one run; gate/up layouts refuse a naive split; Marlin splits K in one run."""
+    sf = fp4.layouts["sf_128x4"]
+    assert sf.shard(0, 2, (512, 64)) == (ByteRange(0, 16384, 1, 32768), ByteRange(16384, 16384, 1, 32768))
+    assert [r.count for r in sf.shard(1, 2, (512, 64))] == [4, 4]
+    assert "not multiples of 128" in str(sf.shard(0, 4, (384, 64)))
+    assert "not outermost" in str(fp4.layouts["aiter_w_gu"].shard(0, 2, (64, 128)))
+    assert "not outermost" in str(fp4.layouts["gate_up_pairs"].shard(0, 2, (64, 128)))
+    assert [r.count for r in fp4.layouts["marlin_w"].shard(1, 2, (128, 32))] == [1, 1]
+    assert isinstance(sf.shard(0, 3, (130, 64)), Reason)
+
+
+@pytest.mark.parametrize("name", ["sf_128x4", "marlin_sf", "deepgemm_sf", "aiter_w"])
+def test_extents_beyond_2_31(name: str) -> None:
+    layout = fp4.layouts[name]
+    rows, cols = 2**22, 2**14  # 64 GiB
+    m, k = np.array([0, 1, 12345, rows - 1]), np.array([0, 3, 777, cols - 1])
+    want = published(layout, m.astype(object), k.astype(object), rows, cols)
+    assert layout.offset((rows, cols), m, k).tolist() == list(want)
+    assert layout.offset((rows, cols), torch.from_numpy(m).int(), torch.from_numpy(k).int()).tolist() == list(want)
+    assert layout.offset((rows, cols), m.astype(np.int32), k.astype(np.int32)).tolist() == list(want)
+    assert layout.nbytes((4, rows, cols)) == 2**38
+    assert max(want) >= 2**31
+
+
+# ---- random layouts ------------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), layout=strategies.layouts())
+def test_random_layouts(data: st.DataObject, layout: Layout) -> None:
+    shape = data.draw(strategies.shapes(layout, tiles=2))
+    assume(math.prod(layout.padded(shape)) <= 1 << 16)
+    if layout.word is not None and math.prod(layout.padded(shape)[-2:]) % 4:
+        with pytest.raises(LayoutError, match="whole 32-bit words"):
+            layout.apply(np.zeros(shape, np.uint8))
+        return
+    x = data.draw(strategies.byte_arrays(shape))
+    y = layout.apply(x)
+    assert_same_bytes(y, by_scatter(layout, x), layout=layout, shape=shape)
+    assert_same_bytes(layout.invert(y, shape), x)
+    if min(shape) > 0:
+        g = layout.geometry(shape)
+        m, k = data.draw(st.integers(0, g.prows - 1)), data.draw(st.integers(0, g.pcols - 1))
+        assert eval(layout.formula(shape), {"m": m, "k": k}) == layout.offset(shape, m, k)
+
+
+@given(data=st.data(), layout=strategies.layouts(), n=st.integers(1, 3), dim=st.sampled_from([0, 1]))
+def test_random_shards(data: st.DataObject, layout: Layout, n: int, dim: int) -> None:
+    size = [1, 1]
+    size[dim] = n
+    shape = sample_shape(layout, size[0] * layout.multiple[0], size[1] * layout.multiple[1])
+    assume(math.prod(shape) <= 1 << 16)
+    ranges = layout.shard(dim, n, shape)
+    if isinstance(ranges, Reason) or (layout.word is not None and math.prod(layout.padded(shape)) % 4):
+        return
+    x = torch.from_numpy(data.draw(strategies.byte_arrays(shape)))
+    y = layout.apply(x)
+    for part, r in zip(x.chunk(n, dim=dim), ranges, strict=True):
+        assert_same_bytes(r.take(y), layout.apply(part))
+
+
+@given(layout=strategies.layouts())
+def test_equality_is_equality_of_bytes(layout: Layout) -> None:
+    """Renamed axes and split axes are equal; a layout that is not equal but has one shape in common differs in some offset."""
+    left, _, right = layout.spec.partition("->")
+    renamed = replace(layout, name="other", spec=f"{left}->{right}".replace("r", "row").replace("c", "col"))
+    assert renamed == layout
+    assert hash(renamed) == hash(layout)
+    other = replace(layout, spec=f"{left}-> {' '.join(reversed(right.split()))}")
+    shape = sample_shape(layout, 3 * layout.multiple[0], 3 * layout.multiple[1])
+    g = layout.geometry(shape)
+    if g.prows * g.pcols > 1 << 16:
+        return
+    at = np.arange(g.prows)[:, None], np.arange(g.pcols)[None]
+    assert (other == layout) == bool((other.offset(shape, *at) == layout.offset(shape, *at)).all())
+
+
+def test_known_equalities() -> None:
+    get = fp4.layouts.get
+    assert Layout("mine", "(a b4 c32) (d e4) -> a d c32 b4 e4") == get("sf_128x4")  # same tile, whether it pads or refuses
+    assert get("sf_128x4") == get("triton_gfx1250_sf")  # AMD's scale tile is NVIDIA's
+    assert get("sf_128x4") != get("blackwell_sf")  # K is padded to 8
+    assert get("sf_128x4").same_digits(get("blackwell_sf"))
+    assert get("aiter_sf").same_digits(get("cdna4_sf"))
+    assert get("sm90_mixed_int4") != get("sm90_mixed_fp4_fp8")  # the word table
+    assert Layout("split", "(mo m2 n64) (ko k4) -> mo m2 n64 ko k4", pad=(128, 4)) == Layout("rows", "m k -> m k", pad=(128, 4))
+    assert get("plain") != "plain"
+
+
+# ---- chains and segments -------------------------------------------------------------------------------------------------------------
+
+CHAINS = [
+    ("gate_up_pairs", "trtllm_rows_32", "sf_128x4"),
+    ("deepgemm_gate_up", "deepgemm_utccp", "deepgemm_sf"),
+    ("up_gate_halves", "trtllm_rows_16", "plain"),
+    ("swap_halves", "sm90_mixed_fp4", "plain"),
+    ("gate_up_halves", "marlin_w", "trtllm_rows_32"),
+]
+
+
+@pytest.mark.parametrize("names", CHAINS, ids="-".join)
+def test_chain_is_associative_and_applies_in_order(names: tuple[str, str, str]) -> None:
+    a, b, c = (fp4.layouts[n] for n in names)
+    left, right = (a >> b) >> c, a >> (b >> c)
+    assert isinstance(left, Chain)
+    assert left == right
+    assert hash(left) == hash(right)
+    shape = (2, 768, 64)
+    x = torch.from_numpy(counter_bytes(shape))
+    step = x
+    for layout in (a, b, c):
+        step = layout.apply(step.reshape(shape))
+    assert_same_bytes(left.apply(x), step)
+    assert_same_bytes(right.apply(x), step)
+    assert_same_bytes(left.invert(step, shape), x)
+    assert left.nbytes(shape) == step.numel()
+    if len({layout.unit for layout in (a, b, c)}) == 1 and all(layout.word is None for layout in (a, b, c)):
+        m, k = np.arange(768)[:, None], np.arange(64)
+        assert np.array_equal(step.numpy().reshape(-1)[left.offset(shape, m, k, 1)], x[1].numpy())
+        assert eval(left.formula(shape), {"m": 700, "k": 61}) == left.offset(shape, 700, 61)
+
+
+def test_chain_pads_at_the_step_that_pads() -> None:
+    chain = fp4.layouts["gate_up_pairs"] >> fp4.layouts["sf_128x4"]
+    x = torch.from_numpy(counter_bytes((130, 6)))
+    pairs = fp4.layouts["gate_up_pairs"].apply(x).reshape(130, 6)
+    assert chain.padded((130, 6)) == (256, 8)
+    assert_same_bytes(chain.apply(x), fp4.layouts["sf_128x4"].apply(pairs))
+    assert_same_bytes(chain.invert(chain.apply(x), (130, 6)), x)
+    with pytest.raises(LayoutError, match="offset needs one unit"):
+        (fp4.layouts["gate_up_pairs"] >> fp4.layouts["marlin_w"]).offset((64, 8), 0, 0)
+
+
+@given(sizes=st.lists(st.integers(0, 300), max_size=5), columns=st.integers(1, 9), extra=st.integers(0, 2), seed=st.integers(0, 99))
+def test_segments_are_the_layout_of_each_expert(sizes: list[int], columns: int, extra: int, seed: int) -> None:
+    starts = tuple(np.cumsum([0, *sizes]).tolist())
+    layout = fp4.layouts["blackwell_act_sf"]
+    used = sum(-(-n // 128) * 128 for n in sizes)
+    segmented = Segmented(layout, starts, capacity=used + 128 * extra)
+    x = np.random.default_rng(seed).integers(0, 256, (starts[-1], columns), dtype=np.uint8)
+    y = segmented.apply(x)
+    want = [layout.apply(x[a:b]) for a, b in pairwise(starts)]
+    rest = np.zeros(extra * 128 * (-(-columns // 8) * 8), np.uint8)
+    assert_same_bytes(y, np.concatenate([*want, rest]))
+    assert_same_bytes(segmented.invert(y, x.shape), x)
+    assert segmented.nbytes(x.shape) == y.size
+    for m in {0, starts[-1] // 2, starts[-1] - 1} if starts[-1] else ():
+        assert y[segmented.offset(x.shape, m, columns - 1)] == x[m, columns - 1]
+
+
+def test_per_row_vectors_of_any_dtype() -> None:
+    bias = torch.randn(3, 64)
+    got = fp4.layouts["trtllm_rows_32"].apply_rows(bias)
+    order = torch.tensor([n // 32 * 32 + 4 * (n % 8) + n % 32 // 8 for n in range(64)])
+    assert torch.equal(got, bias[:, order])
+    assert torch.equal(fp4.layouts["swap_pairs"].apply_rows(bias.to(torch.bfloat16)), bias.to(torch.bfloat16)[:, torch.arange(64) ^ 1])
+    chain = fp4.layouts["gate_up_pairs"] >> fp4.layouts["trtllm_rows_32"]
+    assert torch.equal(chain.apply_rows(bias), fp4.layouts["trtllm_rows_32"].apply_rows(fp4.layouts["gate_up_pairs"].apply_rows(bias)))
+    with pytest.raises(LayoutError, match="without padding"):
+        fp4.layouts["sf_128x4"].apply_rows(bias)
+
+
+# ---- dtypes, strides, bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_any_one_byte_dtype_and_any_strides() -> None:
+    layout = fp4.layouts["sf_128x4"]
+    x = torch.from_numpy(counter_bytes((130, 6)))
+    want = layout.apply(x)
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu):
+        assert_same_bytes(layout.apply(x.view(dtype)), want)
+    assert_same_bytes(layout.apply(x.t().contiguous().t()), want)
+    assert_same_bytes(layout.apply(x.numpy().astype(np.uint8).view(np.int8)), want.numpy())
+    assert_same_bytes(layout.invert(want.view(torch.int32).reshape(2, 4, 64), (130, 6)), x)
+
+
+BAD = [
+    (lambda: Layout("x", "m k"), "must read"),
+    (lambda: Layout("x", "m k n -> m k n"), "two groups"),
+    (lambda: Layout("x", "(m q) k -> m q k"), "2 free axes in the rows group"),
+    (lambda: Layout("x", "(m m4) (k m4) -> m k m4 m4"), "'m4' is not an axis"),
+    (lambda: Layout("x", "(m 4) k -> m 4 k"), "'4' is not an axis"),
+    (lambda: Layout("x", "(m m0) k -> m m0 k"), "'m0' is not an axis"),
+    (lambda: Layout("x", "(m a4) k -> m b4 a4 k"), "unknown axis 'b4'"),
+    (lambda: Layout("x", "(m a4) k -> m a4 a4 k"), "'a4' is stored twice"),
+    (lambda: Layout("x", "(m a4) k -> m k"), "axis a4 of the left is not stored"),
+    (lambda: Layout("x", "m k -> m k", word=(*range(31), 0)), "not a permutation of the bits 0..31"),
+    (lambda: Layout("x", "m k -> m k", unit="bit"), "need 'byte' or 'nibble'"),
+    (lambda: Layout("x", "m k -> m k", unit="nibble"), "need an even column tile"),
+    (lambda: Layout("x", "m k -> m k", fill=256), "need a byte"),
+    (lambda: Layout("x", "m k -> m k", pad=(0, 1)), "need positive numbers"),
+    (lambda: Layout("x", "(g2 n) k -> n g2 k", pad=(4, 1)), "cannot pad rows"),
+    (lambda: fp4.layouts["nothing"], "is not known"),
+    (lambda: fp4.layouts["hopper_sf(num_warps=5)"], "need 4 or 8"),
+    (lambda: fp4.layouts["hopper_sf(many)"], "is not a whole number"),
+    (lambda: fp4.layouts["sf_128x4(3)"], "has no parameter"),
+    (lambda: fp4.layouts["blackwell_value_shuffled(block_k=3)"], "need an even block_k"),
+    (lambda: fp4.layouts["marlin_w"].apply(np.zeros((63, 8), np.uint8)), r"63 rows in shape \[63, 8\] do not fit; need a multiple of 64"),
+    (
+        lambda: fp4.layouts["marlin_w"].apply(np.zeros((64, 9), np.uint8)),
+        r"18 nibbles .* do not fit; need a multiple of 16; pad to 32 nibbles",
+    ),
+    (lambda: fp4.layouts["sf_128x4"].apply(np.zeros(4, np.uint8)), r"shape is \[4\]; need \[..., rows, columns\]"),
+    (lambda: fp4.layouts["sf_128x4"].apply(torch.zeros(4, 4)), r"dtype torch.float32; need raw bytes, pass x.view\(torch.uint8\)"),
+    (lambda: fp4.layouts["sf_128x4"].apply(np.zeros((4, 4))), r"dtype float64; need raw bytes"),
+    (lambda: fp4.layouts["sf_128x4"].apply(torch.zeros(4, 4, dtype=torch.bool)), "need raw bytes"),
+    (lambda: fp4.layouts["sf_128x4"].apply([[1]]), "input is list"),
+    (lambda: fp4.layouts["sf_128x4"].invert(np.zeros(511, np.uint8), (4, 4)), "storage has 511 bytes; need 512"),
+    (lambda: fp4.layouts["sf_128x4"].invert(torch.zeros(32, 32, dtype=torch.uint8).t()[:, :16], (4, 4)), "storage has strides"),
+    (lambda: fp4.layouts["sf_128x4"].invert("bytes", (4, 4)), "storage is str"),
+    (lambda: fp4.layouts["sf_128x4"].offset((128, 4), 128, 0), r"m = 128 is outside 0..127"),
+    (lambda: fp4.layouts["sf_128x4"].offset((128, 4), 0, np.array([0, -1])), r"k = -1 is outside 0..3"),
+    (lambda: fp4.layouts["sf_128x4"].offset((128, 4), torch.tensor([200]), 0), r"m = 200 is outside"),
+    (lambda: fp4.layouts["sf_128x4"].shard(2, 2, (256, 4)), "need dim 0"),
+    (lambda: fp4.layouts["sf_128x4"].shard(0, 0, (256, 4)), "n >= 1"),
+    (lambda: fp4.layouts["sf_128x4"].padded((-1, 4)), r"shape is \[-1, 4\]"),
+    (lambda: Layout("fixed", "m4 k4 -> k4 m4").apply(np.zeros((8, 4), np.uint8)), "need exactly 4"),
+    (lambda: Layout("w", "m k -> m k", word=tuple(range(32))).apply(np.zeros((3, 3), np.uint8)), "not whole 32-bit words"),
+    (lambda: Chain([]), "need at least one"),
+    (lambda: Segmented(fp4.layouts["sf_128x4"], (0, 5, 3)), "never falling"),
+    (lambda: Segmented(fp4.layouts["sf_128x4"], (1, 5)), "need 0 first"),
+    (lambda: Segmented(fp4.layouts["sf_128x4"], (0, 5)).apply(np.zeros((6, 4), np.uint8)), r"need \[5, columns\]"),
+    (lambda: Segmented(fp4.layouts["sf_128x4"], (0, 200), capacity=128).nbytes((200, 4)), "capacity of 128 rows"),
+    (lambda: fp4.layouts["sf_128x4"].picture((0, 4)), "is empty"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), BAD, ids=[b[1][:40] for b in BAD])
+def test_bad_input_is_one_clear_sentence(call, text: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(LayoutError, match=text) as error:
+        call()
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1200
+
+
+def test_names_and_families() -> None:
+    assert "sf_128x4" in fp4.layouts
+    assert "nothing" not in fp4.layouts
+    assert list(fp4.layouts) == fp4.layouts.names()
+    assert len(fp4.layouts) >= 34
+    assert fp4.layouts["hopper_sf(4)"] == fp4.layouts.get("hopper_sf", num_warps=4)
+    assert fp4.layouts["hopper_value_v3(pad_n=16, pad_k=32)"].multiple == (16, 32)
+    import importlib
+
+    assert importlib.import_module("fp4.layouts")["sf_128x4"] is fp4.layouts["sf_128x4"]
+    for layout in LAYOUTS:
+        assert layout.origin
+        assert layout.holds
+        assert layout.role in ("rows", "scale", "value")
+
+
+def test_text_forms() -> None:
+    sf = fp4.layouts["sf_128x4"]
+    assert sf.formula((1024, 64)) == "(m % 32)*16 + ((m//32) % 4)*4 + (m//128)*8192 + (k % 4) + (k//4)*512"
+    assert sf.cute((1024, 64)) == "((32,4,8),(4,16)):((16,4,8192),(1,512))"
+    assert fp4.layouts["swap_pairs"].cute((4, 8)) == "8 + ((2,2),8):((-8,16),1)"
+    assert sf.picture().splitlines()[1].split()[:4] == ["0", "1", "2", "3"]
+    assert sf.svg().startswith("<svg ")
+    assert "LayoutError" not in repr(sf)
