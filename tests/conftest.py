@@ -52,9 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _runs_kernels(item.path):
             item.add_marker(pytest.mark.kernel)
-        if "gpu" in item.keywords and not GPU:
+        if item.get_closest_marker("gpu") and not GPU:
             item.add_marker(no_gpu)
-        if "sm90" in item.keywords and _capability()[0] != 9:
+        if item.get_closest_marker("sm90") and _capability()[0] != 9:
             item.add_marker(no_hopper)
 
 

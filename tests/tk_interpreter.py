@@ -17,7 +17,7 @@ import textwrap
 import types
 from typing import Any
 
-import ptx
+import tk_ptx as ptx
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter
 from triton.runtime.interpreter import TensorHandle
 
+#: whether this Triton's interpreter has tl.dot_scaled (3.6 does not)
+DOT_SCALED = hasattr(interpreter, "_dot_scaled_scale_to_f32")
 _launch: dict[str, int] = {}
 _count = itertools.count()
 
@@ -78,7 +80,7 @@ def install(cc: tuple[int, int] = (9, 0)) -> None:
 def _teach_bf16() -> None:
     """The interpreter keeps bfloat16 as raw uint16 and multiplies those; and it truncates where hardware rounds to nearest even."""
     builder = interpreter.InterpreterBuilder
-    plain_op, plain_dot, plain_cast = builder.binary_op, builder.create_dot, builder.create_fp_to_fp
+    plain_op, plain_dot = builder.binary_op, builder.create_dot
 
     def wide(t: Any) -> Any:
         return TensorHandle(ptx.to_float(t.data), tl.float32) if t.dtype.scalar == tl.bfloat16 else t
@@ -94,10 +96,13 @@ def _teach_bf16() -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         return plain_dot(self, wide(a), wide(b), d, *rest)
 
-    def cast(self: Any, src: Any, dst_type: Any, *rest: Any) -> Any:
-        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-            return narrow(src.data)
-        return plain_cast(self, src, dst_type, *rest)
+    def rounding(plain: Any) -> Any:
+        def cast(self: Any, src: Any, dst_type: Any, *rest: Any) -> Any:
+            if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+                return narrow(src.data)
+            return plain(self, src, dst_type, *rest)
+
+        return cast
 
     plain_scale = getattr(interpreter, "_dot_scaled_scale_to_f32", None)
 
@@ -109,8 +114,8 @@ def _teach_bf16() -> None:
 
     if plain_scale is not None:
         interpreter._dot_scaled_scale_to_f32 = scale_to_f32
-    builder.binary_op, builder.create_dot, builder.create_fp_to_fp = binary_op, create_dot, cast
-    builder.create_fp_trunc = cast
+    builder.binary_op, builder.create_dot = binary_op, create_dot
+    builder.create_fp_to_fp, builder.create_fp_trunc = rounding(builder.create_fp_to_fp), rounding(builder.create_fp_trunc)
     builder.create_fmul = lambda self, lhs, rhs: self.binary_op(lhs, rhs, operator.mul)
     builder.create_fadd = lambda self, lhs, rhs: self.binary_op(lhs, rhs, operator.add)
     builder.create_fsub = lambda self, lhs, rhs: self.binary_op(lhs, rhs, operator.sub)

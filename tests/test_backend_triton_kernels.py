@@ -1,0 +1,190 @@
+"""The triton_kernels backend: telling its five generations and a stranger apart, and running the copies that are installed.
+
+``TRITON_KERNELS_COPIES``: folders, separated like PATH, each holding a ``triton_kernels`` package, to test beside the installed one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4.gpu.backends import _triton_kernels_find as finder
+from fp4.gpu.backends._triton_kernels_find import Found, Missing
+from fp4.gpu.backends._triton_kernels_route import combine, route
+
+HERE = Path(__file__).parent
+PRECISION = {
+    "A": "weight_scale act_scale out_scale",
+    "B": "weight_scale act_scale out_scale",
+    "M": "a_mx_scale b_mx_scale",
+    "C": "a_mx_scale b_mx_scale b_microblock_size",
+    "D": "a_mx_scale b_mx_scale b_microblock_size b_mx_tensor_scale",
+}
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No triton_kernels in sys.modules or on sys.path, and afterwards everything as before."""
+    kept = {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("triton_kernels", "vllm")}
+    for n in kept:
+        del sys.modules[n]
+    hidden = [p for p in sys.path if not (Path(p or ".") / "triton_kernels").exists() and not (Path(p or ".") / "vllm").exists()]
+    monkeypatch.setattr(sys, "path", hidden)
+    yield monkeypatch
+    for n in [n for n in sys.modules if n.split(".")[0] in ("triton_kernels", "vllm")]:
+        del sys.modules[n]
+    sys.modules.update(kept)
+
+
+def skeleton(folder: Path, generation: str, tensor: str = "") -> Path:
+    """A package with the files and fields of a generation, and nothing behind them."""
+    root = folder / "triton_kernels"
+    (root / "tensor_details").mkdir(parents=True)
+    api = "matmul_ogs" if generation in "AB" else "matmul"
+    fields = "\n".join(f"    {f}: object = None" for f in PRECISION[generation].split())
+    code = f"from dataclasses import dataclass\n\n@dataclass\nclass PrecisionConfig:\n{fields}\n\ndef {api}():\n    pass\n"
+    plain = "__init__.py target_info.py numerics.py swiglu.py tensor_details/__init__.py tensor_details/layout.py"
+    files = dict.fromkeys(plain.split(), "")
+
+    files |= {"tensor.py": tensor, f"{api}.py": code, **({"routing.py": ""} if generation == "A" else {})}
+    for name, text in files.items():
+        (root / name).write_text(text)
+    return root
+
+
+def stranger(folder: Path) -> Path:
+    """What the unrelated PyPI package puts under the same import name."""
+    root = folder / "triton_kernels"
+    (root / "utils").mkdir(parents=True, exist_ok=True)
+    for name in ("__init__.py", "add_vectors.py", "add_vectors2.py", "rotary_embedding.py", "utils/kernel_mapper.py"):
+        (root / name).write_text("")
+    return root
+
+
+def missing() -> str:
+    found = finder.find()
+    assert isinstance(found, Missing), found
+    return found.reason
+
+
+@pytest.mark.parametrize("generation", list(PRECISION))
+def test_generations_by_their_attributes(clean: pytest.MonkeyPatch, tmp_path: Path, generation: str) -> None:
+    skeleton(tmp_path, generation)
+    clean.syspath_prepend(str(tmp_path))
+    found = finder.find()
+    assert isinstance(found, Found), found
+    assert found.generation == generation
+    assert found.ogs == (generation in "AB")
+
+
+def test_nothing_installed(clean: pytest.MonkeyPatch) -> None:
+    assert "not installed" in missing()
+
+
+def test_stranger_of_the_same_name(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stranger(tmp_path)
+    clean.syspath_prepend(str(tmp_path))
+    assert "unrelated package" in missing()
+    assert "pip uninstall triton-kernels" in missing()
+
+
+def test_stranger_installed_over_the_real_one(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    skeleton(tmp_path, "C")
+    stranger(tmp_path)
+    clean.syspath_prepend(str(tmp_path))
+    assert "mix" in missing()
+
+
+def test_package_newer_than_triton(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    skeleton(tmp_path, "C", tensor="from triton.language.target_info import is_not_there_yet\n")
+    clean.syspath_prepend(str(tmp_path))
+    reason = missing()
+    assert "does not work with triton" in reason
+    assert "is_not_there_yet" in reason
+
+
+def test_folder_that_is_neither(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "triton_kernels").mkdir()
+    (tmp_path / "triton_kernels" / "__init__.py").write_text("")
+    clean.syspath_prepend(str(tmp_path))
+    assert "no triton_kernels that this library knows" in missing()
+
+
+@pytest.mark.parametrize("with_stranger", [False, True])
+def test_copy_inside_vllm(clean: pytest.MonkeyPatch, tmp_path: Path, with_stranger: bool) -> None:
+    third_party = tmp_path / "vllm" / "third_party"
+    third_party.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('vllm must not be imported for this')\n")
+    skeleton(third_party, "A")
+    if with_stranger:
+        stranger(tmp_path)
+    clean.syspath_prepend(str(tmp_path))
+    found = finder.find()
+    assert isinstance(found, Found), found
+    assert found.root == third_party / "triton_kernels"
+    assert "vllm" not in sys.modules
+
+
+def test_alias_in_sys_modules_is_respected(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vllm puts its copy under the short name; a second import would give two sets of classes."""
+    skeleton(tmp_path / "first", "B")
+    skeleton(tmp_path / "second", "D")
+    clean.syspath_prepend(str(tmp_path / "first"))
+    import triton_kernels
+
+    assert triton_kernels.__path__
+    clean.syspath_prepend(str(tmp_path / "second"))
+    found = finder.find()
+    assert isinstance(found, Found), found
+    assert found.generation == "B"
+
+
+# ---- routing -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("local", [(0, 6), (2, 5), (3, 3)])
+def test_routing_sorts_stably_and_drops_what_is_not_here(local: tuple[int, int]) -> None:
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-2, 9, (11, 3), generator=g)  # ids outside [0, 6) among them
+    weights = torch.rand(11, 3, generator=g)
+    r = route(ids, weights, *local)
+    flat = ids.flatten().tolist()
+    want = sorted((i for i, e in enumerate(flat) if local[0] <= e < local[1]), key=lambda i: (flat[i], i))
+    assert r.hist.tolist() == [flat.count(e) for e in range(*local)]
+    assert r.token.tolist()[: len(want)] == [i // 3 for i in want]
+    assert r.weight.tolist()[: len(want)] == [weights.flatten()[i].item() for i in want]
+    y = torch.full((33, 4), float("nan"))  # rows past the last local pair are never written by the kernel
+    for row, i in enumerate(want):
+        y[row] = float(i)
+    got = combine(y, r, 3, torch.float32)
+    for t in range(11):
+        assert got[t].tolist() == [float(sum(i for i in want if i // 3 == t))] * 4
+
+
+# ---- the installed copies, executed --------------------------------------------------------------------------------------------
+
+
+def copies() -> list[str]:
+    return ["installed", *filter(None, os.environ.get("TRITON_KERNELS_COPIES", "").split(os.pathsep))]
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize("capability", ["90", "89"])
+@pytest.mark.parametrize("copy", copies())
+def test_installed_copy_computes_what_the_reference_does(copy: str, capability: str) -> None:
+    path = [str(HERE.parent), *([] if copy == "installed" else [copy])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(HERE / "tk_cases.py"), capability], env=env, capture_output=True, text=True, timeout=250)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr[-2000:]
+    if not lines[0]["ok"]:
+        pytest.skip(f"triton_kernels cannot be used here: {lines[0]['says']}")
+    assert len(lines) >= 10, lines
+    assert done.returncode == 0, "\n".join(map(str, lines)) + done.stderr[-3000:]
