@@ -1,0 +1,109 @@
+"""Second-level scales, activation parameters and biases in the units that FlashInfer's kernels want.
+
+``global_scale`` and ``input_scale`` are multipliers here (``weight_scale_2``, ``input_scale`` of a ModelOpt file); FlashInfer's
+quantisers take the reciprocal of ``input_scale``. A GEMM's ``alpha`` is ``input_scale * global_scale``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp4.errors import FormatMismatch
+from fp4.gpu.problem import Problem
+from fp4.tensor import QuantizedTensor
+
+__all__ = [
+    "activation_arrays",
+    "activation_kind",
+    "check_nvfp4_pair",
+    "check_scale_bytes",
+    "exact_scale_range",
+    "gate_up_scales",
+    "per_expert",
+]
+
+#: block-scale bytes that every FlashInfer kernel decodes to the value the format gives them
+exact_scale_range = {"nvfp4": (0x00, 0x7E), "mxfp4": (0x01, 0xFE)}
+
+
+def check_scale_bytes(q: QuantizedTensor, where: str) -> None:
+    """Refuse block scales that some kernel reads as another value.
+
+    e4m3: a set sign bit (a negative block scale) and NaN. ue8m0: 255 (NaN; the SM90 kernel makes it infinity), and 0 over a block
+    with non-zero codes (2^-127; the SM90 kernel and FlashInfer's own dequantiser make it 0). Raises FormatMismatch.
+    """
+    lo, hi = exact_scale_range[q.format.name]
+    s = q.scale
+    bad = (s > hi) | (s < lo)
+    if q.format.name == "mxfp4" and bool(bad.any()):
+        codes = q.codes.reshape(*s.shape, q.format.block // q.format.codes_per_byte)
+        bad &= ((codes & 0x77) != 0).any(-1) | (s > hi)
+    if bool(bad.any()):
+        at = bad.nonzero()[0].tolist()
+        raise FormatMismatch(
+            f"{where}: block scale byte {int(s[tuple(at)]):#04x} at {at} is outside {lo:#04x}..{hi:#04x}, which FlashInfer's "
+            f"kernels decode differently from {q.format}; repair the checkpoint or use backend='triton' or 'reference'"
+        )
+
+
+def check_nvfp4_pair(w13: QuantizedTensor, w2: QuantizedTensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the block scales of both, and that both carry input_scale; (w13's, w2's) input_scale as f32 [experts].
+
+    A missing or zero input_scale would become an infinite quantisation scale for the experts that calibration never reached
+    (vllm#45212), so it raises FormatMismatch with the expert.
+    """
+    out = []
+    for name, q in (("w13", w13), ("w2", w2)):
+        check_scale_bytes(q, "prepare_moe")
+        if q.input_scale is None:
+            raise FormatMismatch(
+                f"prepare_moe: {name} has no input_scale; this kernel quantises its input: give one or use another backend"
+            )
+        t = per_expert(q.input_scale, q.codes.shape[0], device)
+        bad = ~(torch.isfinite(t) & (t > 0))
+        if bool(bad.any()):
+            e = int(bad.nonzero()[0])
+            raise FormatMismatch(f"prepare_moe: input_scale of {name} is {float(t[e])} for expert {e}; need a positive finite multiplier")
+        out.append(t)
+    return out[0], out[1]
+
+
+def per_expert(t: torch.Tensor | None, experts: int, device: torch.device) -> torch.Tensor:
+    """f32 [experts] from a multiplier [] or [experts]; ones where there is none."""
+    if t is None:
+        return torch.ones(experts, dtype=torch.float32, device=device)
+    return t.to(device=device, dtype=torch.float32).expand(experts).contiguous()
+
+
+def gate_up_scales(w13: torch.Tensor | None, experts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up), each f32 [experts], from ``w13.global_scale`` of shape [], [experts] or [experts, 2]."""
+    if w13 is not None and w13.ndim == 2:
+        t = w13.to(device=device, dtype=torch.float32)
+        return t[:, 0].contiguous(), t[:, 1].contiguous()
+    one = per_expert(w13, experts, device)
+    return one, one.clone()
+
+
+def activation_kind(problem: Problem) -> str:
+    """Name of the activation: "silu" (also a SwiGLU without parameters), "swiglu", "situ", "relu2"."""
+    act = problem.activation
+    if act is None:
+        return "silu"
+    if act.name == "swiglu" and (act.alpha, act.beta, act.limit) == (1.0, 0.0, None):
+        return "silu"
+    return str(act.name)
+
+
+def activation_arrays(problem: Problem, experts: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """f32 [experts] tensors "alpha", "beta" and, where there is a clamp, "limit"; empty for plain SiLU.
+
+    ``y = g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)``, ``u = clamp(up, -limit, limit)``.
+    """
+    kind, act = activation_kind(problem), problem.activation
+    if kind == "swiglu":
+        values = {"alpha": act.alpha, "beta": act.beta, "limit": act.limit}
+    elif kind == "situ":
+        values = {"alpha": act.beta, "beta": act.linear_beta}
+    else:
+        values = {}
+    return {n: torch.full((experts,), float(v), dtype=torch.float32, device=device) for n, v in values.items() if v is not None}

@@ -1,0 +1,11 @@
+"""``flashinfer_cutedsl``: the routes of ``flashinfer`` that run on FlashInfer's cutedsl kernels."""
+
+from __future__ import annotations
+
+from fp4.gpu.backends.flashinfer import Variant, probe, restore, run
+
+__all__ = ["layouts", "name", "prepare", "probe", "restore", "run", "supports"]
+
+name = "flashinfer_cutedsl"
+_own = Variant("cutedsl", 14)
+supports, layouts, prepare = _own.supports, _own.layouts, _own.prepare

@@ -1,0 +1,11 @@
+"""``flashinfer_trtllm``: the routes of ``flashinfer`` that run on FlashInfer's trtllm kernels."""
+
+from __future__ import annotations
+
+from fp4.gpu.backends.flashinfer import Variant, probe, restore, run
+
+__all__ = ["layouts", "name", "prepare", "probe", "restore", "run", "supports"]
+
+name = "flashinfer_trtllm"
+_own = Variant("trtllm", 11)
+supports, layouts, prepare = _own.supports, _own.layouts, _own.prepare
