@@ -266,3 +266,38 @@ def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert status == 0
     assert err.startswith("fp4: warning: ")
     assert "warning:" in out
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    """``make demo``: every comparison passes and is listed; a wrong byte in a sample makes it fail with status 1."""
+    root = Path(__file__).parents[1]
+    copy = tmp_path / "repository"
+    shutil.copytree(root / "examples", copy / "examples")
+    shutil.copytree(root / "tests" / "data" / "checkpoints", copy / "tests" / "data" / "checkpoints")
+    env = {**os.environ, "PYTHONPATH": str(root), "MPLBACKEND": "Agg"}
+
+    def demo() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(copy / "examples" / "demo.py"), "--out", str(tmp_path / "out")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
+
+    done = demo()
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "out" / "checks.json").read_text())
+    assert len(rows) >= 20
+    assert all(r["passed"] for r in rows)
+    assert (tmp_path / "out" / "error_by_format.png").read_bytes().startswith(b"\x89PNG")
+
+    # one code of one sample
+    weights = copy / "tests" / "data" / "checkpoints" / "gpt_oss_mxfp4" / "hf" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    from safetensors import safe_open
+
+    with safe_open(weights, "pt") as f:
+        codes = f.get_tensor("model.layers.0.mlp.experts.down_proj_blocks").numpy().tobytes()
+    data[data.index(codes) + 100] ^= 0x07
+    weights.write_bytes(data)
+    done = demo()
+    assert done.returncode == 1
+    assert "FAIL  gpt_oss_mxfp4/hf" in done.stdout
+    assert "FAIL  MoE of gpt_oss_mxfp4/hf" in done.stdout
