@@ -118,7 +118,7 @@ def unpack_scales(s, oc, KIND: tl.constexpr, ANY: tl.constexpr, HALF: tl.constex
     if KIND == 16:
         ASM: tl.constexpr = (S16HA if HALF else S16BA) if ANY else (S16H if HALF else S16B)
     else:
-        ASM: tl.constexpr = (S32HA if HALF else S32BA) if ANY else (S32H if HALF else S32B)
+        ASM: tl.constexpr = (S32HA if HALF else S32BA) if ANY else (S32H if HALF else S32B)  # type: ignore[no-redef]
     if HALF:
         a, b, c, d = tl.inline_asm_elementwise(
             ASM, SC, [s, oc], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1

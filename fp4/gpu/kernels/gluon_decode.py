@@ -42,7 +42,7 @@ def unpack_scales(s, oc, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constex
     if KIND == 16:
         ASM: gl.constexpr = (S16HA if HALF else S16BA) if ANY else (S16H if HALF else S16B)
     else:
-        ASM: gl.constexpr = (S32HA if HALF else S32BA) if ANY else (S32H if HALF else S32B)
+        ASM: gl.constexpr = (S32HA if HALF else S32BA) if ANY else (S32H if HALF else S32B)  # type: ignore[no-redef]
     return gl.inline_asm_elementwise(ASM, SC, [s, oc], dtype=H4 if HALF else B4, is_pure=True, pack=1)
 
 

@@ -19,8 +19,8 @@ _Key = tuple[Any, ...]
 def gluon_reason() -> str | None:
     """None when the installed Triton has the Gluon names that our kernels use, else what is missing."""
     try:
-        import fp4.gpu.kernels.large_m
-        import fp4.gpu.kernels.small_m  # noqa: F401
+        import fp4.gpu.kernels.small_m
+        import fp4.gpu.kernels.wide_m  # noqa: F401
     except (ImportError, AttributeError) as e:
         return f"this Triton's Gluon lacks what the kernels use ({e})"
     return None
@@ -90,3 +90,8 @@ def build(
 def full_args(fn: Any, signature: dict[str, str], constants: dict[str, Any], values: dict[str, Any]) -> list[Any]:
     """All arguments in order, constexpr placeholders included, as the launcher expects them."""
     return [values[n] if n in signature else constants[n] for n in fn.arg_names]
+
+
+def constants_in_order(fn: Any, constants: dict[str, Any]) -> tuple[Any, ...]:
+    """The constexpr placeholders that follow the run-time arguments of a kernel whose constexprs come last."""
+    return tuple(constants[n] for n in fn.arg_names if n in constants)

@@ -90,3 +90,31 @@ def dense_plain(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + m[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def dequantize_tiles(
+    w_ptr,
+    s_ptr,
+    o_ptr,
+    row0,
+    N,
+    K,
+    NT,
+    KT,
+    KB,
+    oc,
+    KIND: tl.constexpr,
+    ANY: tl.constexpr,
+    HALF: tl.constexpr,
+    R: tl.constexpr,
+    U: tl.constexpr,
+):
+    """Stored rows from row0 (a multiple of 16) on as code * scale * 2^-left, bf16 / fp16 [rows, K]; grid (row blocks, k blocks)."""
+    rt = row0 // 16 + tl.program_id(0) * R
+    kt = tl.program_id(1) * U
+    w = weight_tile(w_ptr, s_ptr, rt, kt, NT, KT, KB, oc, KIND, ANY, HALF, R, U)
+    n = rt * 16 + tl.arange(0, R * 16)
+    k = kt * 64 + tl.arange(0, U * 64)
+    o = o_ptr + (n - row0).to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(o, w, mask=(n < N)[:, None] & (k < K)[None, :])

@@ -1,18 +1,39 @@
-"""W4A16 for many rows of x on Hopper: weights are decoded into shared memory and multiplied by asynchronous warp-group MMAs.
+"""W4A16 for 17 and more rows of x on Hopper: y^T = W x^T, decoded weights stay in registers as the A operand of warp-group MMAs.
 
-One CTA makes a BM x BN tile of y = x wT. Step j (64 columns of k): decode the weight tile that was fetched a macro step (U steps)
-earlier from registers into ring slot j % 3, fence, one barrier, start the MMA of step j, then wait until the MMA of step j - 1 is done.
-So the decode of step j + 1 runs under the MMA of step j. Slot reuse: at the barrier of step j every warp has waited for MMA j - 2, so the
-x slot of step j - 2 may be refilled; a weight slot is rewritten three steps later, after that same guarantee.
+Both operands in shared memory would need 1,150 cycles of shared-memory traffic for 1,024 cycles of tensor work (benchmarks/NOTES.md);
+with W in registers it is 770, and there is no store, fence and barrier between decode and MMA. The price is that x must come in the
+fragments' k order: ``permute_x`` writes that order once a call (k in each 64 columns from (t, s, h, l) to (s, h, t, l)), padded to
+whole tiles with zeros.
+
+Step j (64 columns): decode the weight words fetched a macro step (U steps) earlier, one barrier for x slot j, start the MMA, refill the x
+slot that MMA j - 2 has left, wait for MMA j - 1. The decode of step j + 1 runs under MMA j.
 """
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
+
+
+@triton.jit
+def permute_x(x_ptr, o_ptr, count_ptr, words, tiles, B: tl.constexpr, COUNTS: tl.constexpr):
+    """x: i32 words [M, words] -> o: i32 [M, tiles * 32], words (t, s, h) of a tile to (s, h, t); zeros past ``words``.
+
+    Grid (M, ceil(tiles / B)). The first program also zeroes the COUNTS counters that a split product uses.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    w = tl.program_id(1) * (B * 32) + tl.arange(0, B * 32)
+    x = tl.load(x_ptr + m * words + w, mask=w < words, other=0)
+    y = x.reshape([B, 4, 4, 2]).permute([0, 2, 3, 1]).reshape([B * 32])
+    tl.store(o_ptr + m * (tiles * 32) + w, y, mask=w < tiles * 32)
+    if COUNTS > 0 and tl.program_id(0) + tl.program_id(1) == 0:
+        c = tl.arange(0, COUNTS)
+        tl.store(count_ptr + c, c * 0)
 
 
 @gluon.jit
@@ -49,42 +70,42 @@ def _split_scales(s, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr):
 
 
 @gluon.jit
-def _decode_to(slot, a, e0, e1, WN: gl.constexpr, R: gl.constexpr, HALF: gl.constexpr):
-    """a: i32 [WN, R, 32, 4], e0, e1: scales [WN, R, 32] -> slot [R*WN*16, 64], natural order."""
+def _operand(a, e0, e1, WN: gl.constexpr, R: gl.constexpr, HALF: gl.constexpr, DOA: gl.constexpr):
+    """a: i32 [WN, R, 32, 4], e0, e1: scales [WN, R, 32] -> [R*WN*16, 64] as operand A, k order (s, h, t, l)."""
     s0 = e0.reshape([WN, R, 32, 1])
     s1 = e1.reshape([WN, R, 32, 1])
     a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
     a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
     o = words_to_products(a, s0, s1, HALF)
-    # WN R (g t) s e h l -> R WN e g t s h l
-    o = o.reshape([WN, R, 8, 4, 4, 2, 2, 2]).permute([1, 0, 5, 2, 3, 4, 6, 7]).reshape([R * WN * 16, 64])
-    slot.store(o)
+    # WN R (g t) s e h l -> R WN e g s h t l
+    o = o.reshape([WN, R, 8, 4, 4, 2, 2, 2]).permute([1, 0, 5, 2, 4, 6, 3, 7]).reshape([R * WN * 16, 64])
+    return gl.convert_layout(o, DOA, assert_trivial=True)
 
 
 @gluon.jit
-def large_m(
-    x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, K, oc,
+def wide_m(
+    x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, KT, oc,
     KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, U: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, SPLIT: gl.constexpr, NW: gl.constexpr,
+    BT: gl.constexpr, R: gl.constexpr, U: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, SPLIT: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """x: bf16 / fp16 [M, K] contiguous; grid (tiles of N times tiles of M, SPLIT), tiles of M in groups of GM for reuse in L2.
+    """x_ptr: bf16 / fp16 [M, KT * 64] as ``permute_x`` wrote it; a CTA owns R * NW * 16 rows of W and BT rows of x.
 
-    EVEN: N % BN == 0 and K % (64 U SPLIT) == 0.
+    Grid (tiles of N times tiles of M, SPLIT), tiles of M in groups of GM. EVEN: N % (R NW 16) == 0 and KT % (U SPLIT) == 0.
     """
-    WM: gl.constexpr = 4 if BM == 64 else NW
-    R: gl.constexpr = BN // (16 * NW)
+    BN: gl.constexpr = R * NW * 16
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, U // 2], [1, 32], [NW, 1], [1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, NW // WM], [16, BN * WM // NW, 16])
+    LY: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NW], [0, 1])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BT, 16])
+    DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = 64 if KIND == 16 else 32
-    KT = (K + 63) // 64
     KB = (KT + 3) // 4
     NT = (N + 15) // 16
     tiles_n = (N + BN - 1) // BN
-    tiles_m = (M + BM - 1) // BM
+    tiles_m = (M + BT - 1) // BT
     pid = gl.program_id(0)
     pk = gl.program_id(1)
     first = (pid // (GM * tiles_n)) * GM
@@ -110,19 +131,18 @@ def large_m(
     sp = s_ptr + (rt0.to(gl.int64) * KB) * L + (rs * (KB * L) + lane * 2 + xs % (U // 2))
     live_a = (rt0 + ra < NT) & (ka >= 0)
     live_s = (rt0 + rs < NT) & (ks >= 0)
-    mx = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, LX))
+    mx = pm * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, LX))
     kx = gl.arange(0, 64, layout=gl.SliceLayout(0, LX))
-    xp = x_ptr + gl.minimum(mx, M - 1).to(gl.int64)[:, None] * K + kx[None, :]
-    okx = (mx >= 0)[:, None]
-    sx = gl.allocate_shared_memory(DT, [XS, BM, 64], SX)
-    sw = gl.allocate_shared_memory(DT, [3, BN, 64], SX)
+    xp = x_ptr + mx.to(gl.int64)[:, None] * (KT * 64) + kx[None, :]
+    okx = (mx < M)[:, None] & (kx >= 0)[None, :]
+    sx = gl.allocate_shared_memory(DT, [XS, BT, 64], SX)
     a = _fetch(ap, live_a, kt0, kend, ka, EVEN)
     s = _fetch(sp + ((kt0 // 4) * L + (kt0 % 4) // 2), live_s, kt0, kend, ks, EVEN)
     for i in gl.static_range(XS - 2):
-        cp_async(sx.index(i), xp + (kt0 + i) * 64, mask=okx & (kx < K - (kt0 + i) * 64)[None, :] & (kt0 + i < kend))
+        cp_async(sx.index(i), xp + (kt0 + i) * 64, mask=okx & (kt0 + i < kend))
         cp_commit()
-    acc = gl.zeros([BM, BN], gl.float32, MMA)
-    slot_w = 0
+    acc = gl.zeros([BN, BT], gl.float32, MMA)
+    before = gl.zeros([BN, 64], DT, DOA)
     slot_r = 0
     slot_x = XS - 2
     for kt in range(kt0, kt0 + n * U, U):
@@ -144,44 +164,47 @@ def large_m(
             if u == 3:
                 w = a3
             if u % 2 == 0:
-                _decode_to(sw.index(slot_w), w, q0, q2, NW, R, HALF)
+                op = _operand(w, q0, q2, NW, R, HALF, DOA)
             else:
-                _decode_to(sw.index(slot_w), w, q1, q3, NW, R, HALF)
+                op = _operand(w, q1, q3, NW, R, HALF, DOA)
             cp_wait(XS - 3)
             fence_async_shared()
             barrier()
-            acc = warpgroup_mma(sx.index(slot_r), sw.index(slot_w).permute([1, 0]), acc, is_async=True)
+            acc = warpgroup_mma(op, sx.index(slot_r).permute([1, 0]), acc, is_async=True)
             jb = kt + u + (XS - 2)
-            cp_async(sx.index(slot_x), xp + jb * 64, mask=okx & (kx < K - jb * 64)[None, :] & (jb < kend))
+            cp_async(sx.index(slot_x), xp + jb * 64, mask=okx & (jb < kend))
             cp_commit()
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
-            slot_w = gl.where(slot_w == 2, 0, slot_w + 1)
+            acc, before = warpgroup_mma_wait(num_outstanding=1, deps=[acc, before])
+            before = op
             slot_r = gl.where(slot_r == XS - 1, 0, slot_r + 1)
             slot_x = gl.where(slot_x == XS - 1, 0, slot_x + 1)
-    r = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    r, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
     cp_wait(0)
-    LR: gl.constexpr = r.type.layout
-    rm = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, LR))
-    rn = pn * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LR))
-    al = gl.load(alpha_ptr)
-    mk = (rm < M)[:, None] & (rn < N)[None, :]
-    o = rm.to(gl.int64)[:, None] * N + rn[None, :]
-    if SPLIT > 1:
+    if SPLIT == 1:
+        r = r * gl.load(alpha_ptr)
+        if HAS_BIAS:
+            rb = pn * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+            r += gl.load(bias_ptr + rb, mask=rb < N, other=0.0).to(gl.float32)[:, None]
+        t = gl.convert_layout(r.to(y_ptr.dtype.element_ty), LY)
+    else:
+        t = gl.convert_layout(r, LY)
+    rn = pn * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, LY))
+    rm = pm * BT + gl.arange(0, BT, layout=gl.SliceLayout(0, LY))
+    mk = (rm < M)[None, :] & (rn < N)[:, None]
+    o = rm.to(gl.int64)[None, :] * N + rn[:, None]
+    if SPLIT == 1:
+        gl.store(y_ptr + o, t, mask=mk)
+    else:
         mn = M.to(gl.int64) * N
-        gl.store(part_ptr + pk * mn + o, r, mask=mk)
+        gl.store(part_ptr + pk * mn + o, t, mask=mk)
         barrier()
         old = gl.atomic_add(count_ptr + pid, 1, sem="acq_rel")
         if old == SPLIT - 1:
-            r = gl.load(part_ptr + o, mask=mk, other=0.0, cache_modifier=".cg")
+            t = gl.load(part_ptr + o, mask=mk, other=0.0, cache_modifier=".cg")
             for j in gl.static_range(1, SPLIT):
-                r += gl.load(part_ptr + j * mn + o, mask=mk, other=0.0, cache_modifier=".cg")
-            r = r * al
+                t += gl.load(part_ptr + j * mn + o, mask=mk, other=0.0, cache_modifier=".cg")
+            t = t * gl.load(alpha_ptr)
             if HAS_BIAS:
-                r += gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)[None, :]
-            gl.store(y_ptr + o, r.to(y_ptr.dtype.element_ty), mask=mk)
+                t += gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)[:, None]
+            gl.store(y_ptr + o, t.to(y_ptr.dtype.element_ty), mask=mk)
             gl.store(count_ptr + pid, 0)
-    else:
-        r = r * al
-        if HAS_BIAS:
-            r += gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)[None, :]
-        gl.store(y_ptr + o, r.to(y_ptr.dtype.element_ty), mask=mk)

@@ -1,0 +1,231 @@
+"""Dense W4A16 kernels on a GPU, against fp64 products of the exactly dequantised weight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fp4.gpu.kernels import frag
+from fp4.layouts import layouts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+#: relative Frobenius error of rounding to the output type, with room for fp32 accumulation
+BOUND = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 2e-6}
+
+
+def weight(n, k, block, seed=0, scales=None, device="cuda"):
+    """(codes u8 [n, k/2], scale bytes u8 [n, k/block], global scale or None, fp64 values [n, k])."""
+    g = torch.Generator(device=device).manual_seed(seed)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device, generator=g)
+    low, high = scales or ((0, 0x7F) if block == 16 else (110, 130))
+    scale = torch.randint(low, high, (n, k // block), dtype=torch.uint8, device=device, generator=g)
+    second = torch.tensor(0.0173, device=device) if block == 16 else None
+    return codes, scale, second, values(codes, scale, second, block)
+
+
+def values(codes, scale, second, block):
+    lut = torch.tensor(E2M1, dtype=torch.float64, device=codes.device)
+    v = torch.stack((lut[(codes & 15).long()], lut[(codes >> 4).long()]), -1).flatten(-2)
+    s = scale.view(torch.float8_e4m3fn).double() if block == 16 else torch.exp2(scale.double() - 127)
+    if block == 32:
+        s = torch.where(scale == 255, torch.nan, s)
+    out = v * s.repeat_interleave(block, -1)
+    return out if second is None else out * second.double()
+
+
+def bind(codes, scale, second, block, rows=None):
+    from fp4.gpu.kernels.dense import LAYOUT, Dense, facts
+
+    about = facts(scale, block)
+    names = LAYOUT[block]
+    n, k = codes.shape[0], codes.shape[1] * 2
+    return Dense(layouts[names[0]].apply(codes), layouts[names[1]].apply(scale), second, n, k, block, about, rows)
+
+
+def check(y, x, w, bias=None, bound=None):
+    ref = x.double() @ w.T
+    if bias is not None:
+        ref = ref + bias.double()
+    err = ((y.double() - ref).norm() / ref.norm()).item()
+    assert err < (bound or BOUND[y.dtype]), err
+
+
+ROUTES = [
+    {"kernel": "small", "WK": 4, "WN": 1, "R": 1, "U": 4, "D": 1, "XS": 99},
+    {"kernel": "small", "WK": 4, "WN": 2, "R": 1, "U": 2, "D": 2, "XS": 4},
+    {"kernel": "small", "WK": 4, "WN": 1, "R": 2, "U": 2, "D": 1, "XS": 0},
+    {"kernel": "plain", "BM": 16, "R": 4, "U": 4, "NW": 4},
+    {"kernel": "plain", "BM": 64, "R": 4, "U": 4, "NW": 8},
+    {"kernel": "dequantize"},
+    {"kernel": "wide", "BT": 64, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 4},
+    {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XS": 6, "GM": 8, "SPLIT": 2, "NW": 4},
+    {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 5, "GM": 8, "SPLIT": 1, "NW": 8},
+]
+SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056)]
+
+
+def forced(row, codes, scale, second, block):
+    d = bind(codes, scale, second, block)
+    d._rows = [{"m_max": None, "n_min": 0, **row}]
+    return d
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("row", ROUTES, ids=lambda r: "-".join(str(v) for v in r.values()))
+def test_every_route_every_shape(row, block):
+    """Ragged n and k, one block of k, m from 1 up, both activation types, bias, other output types; output and memory poisoned."""
+    if row["kernel"] == "wide" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warp-group MMA needs a Hopper GPU (SM90)")
+    ms = (1, 3, 16) if row["kernel"] == "small" else (1, 17, 130, 300)
+    for i, (n, k) in enumerate(SHAPES):
+        if k % block:
+            continue
+        codes, scale, second, w = weight(n, k, block, seed=i)
+        d = forced(row, codes, scale, second, block)
+        for j, m in enumerate(ms):
+            dtype = torch.float16 if (i + j) % 3 == 2 and d.about["fp16"] else torch.bfloat16
+            x = torch.randn(m, k, device="cuda", dtype=dtype)
+            bias = torch.randn(n, device="cuda", dtype=dtype) * 40 if j % 2 else None
+            poison = torch.full((m * n + 2 * m * k + (1 << 20),), torch.nan, device="cuda")
+            del poison  # the allocator hands this memory to outputs and workspaces
+            y = d(x, bias)
+            check(y, x, w, bias)
+            assert torch.equal(y, d(x, bias)), "two runs differ"
+            check(d(x, None, torch.float32), x, w, bound=3e-6 if row["kernel"] != "dequantize" else 1e-5)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_table_choice_and_empty(block):
+    codes, scale, second, w = weight(512, 1024, block)
+    d = bind(codes, scale, second, block)
+    for m in (0, 1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 256, 1000, 2100):
+        x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
+        y = d(x)
+        assert y.shape == (m, 512)
+        if m:
+            check(y, x, w)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("m", [1, 16, 64, 256])
+def test_all_scale_bytes(m, half):
+    """Each e4m3 byte, zero, subnormals, negative and NaN ones included: NaN stays in its row of W; every finite row is exact."""
+    codes, scale, second, _ = weight(256, 256, 16, seed=3)
+    scale[:] = torch.arange(256, device="cuda", dtype=torch.uint8)[:, None]
+    w = values(codes, scale, second, 16)
+    x = torch.randn(m, 256, device="cuda", dtype=torch.float16 if half else torch.bfloat16)
+    y = bind(codes, scale, second, 16)(x)
+    nan = torch.zeros(256, dtype=torch.bool, device="cuda")
+    nan[[0x7F, 0xFF]] = True
+    assert y[:, nan].isnan().all()
+    assert not y[:, ~nan].isnan().any()
+    ref = x.double() @ w[~nan].T
+    scale_of_row = ref.abs().amax(0).clamp_min(1e-30)
+    assert ((y[:, ~nan].double() - ref).abs() / scale_of_row).max() < 2.0**-8
+    assert (y[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_mxfp4_windows(m):
+    """Exponents far from 127, a byte 255 (NaN), and an fp16 x whose products need the two-term split."""
+    for low, high in ((0, 100), (200, 255), (100, 140), (126, 127)):
+        codes, scale, _, w = weight(64, 512, 32, seed=low, scales=(low, high))
+        d = bind(codes, scale, None, 32)
+        for dtype in (torch.bfloat16, torch.float16):
+            x = torch.randn(m, 512, device="cuda", dtype=dtype)
+            y = d(x, None, torch.float32)
+            ref = x.double() @ w.T
+            ok = ref.abs() < 1e38
+            err = ((y.double() - ref)[ok].norm() / ref[ok].norm()).item()
+            assert err < 1e-5, (low, high, dtype, err)
+    codes, scale, _, w = weight(64, 512, 32)
+    scale[5, 3] = 255
+    y = bind(codes, scale, None, 32)(torch.randn(m, 512, device="cuda", dtype=torch.bfloat16))
+    assert y[:, 5].isnan().all()
+    assert not y[:, torch.arange(64, device="cuda") != 5].isnan().any()
+
+
+@pytest.mark.parametrize("m", [2, 16, 40, 256, 3000])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_values_stay_in_their_row(m, bad):
+    codes, scale, second, _ = weight(256, 1024, 16, scales=(0x30, 0x70))
+    d = bind(codes, scale, second, 16)
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
+    clean = d(x)
+    x2 = x.clone()
+    x2[1, 77] = bad
+    y = d(x2)
+    rest = torch.arange(m, device="cuda") != 1
+    assert torch.equal(y[rest], clean[rest])
+    assert not y[1].isfinite().any() or bad == float("inf")
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 256])
+def test_graph_replay_equals_eager(m):
+    codes, scale, second, _ = weight(1024, 2048, 16)
+    d = bind(codes, scale, second, 16)
+    d.warmup(m)
+    x = torch.randn(m, 2048, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = d(x)
+    for seed in range(3):
+        x.copy_(torch.randn(m, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)))
+        y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, d(x))
+
+
+def test_restore_is_bit_exact():
+    for block in (16, 32):
+        codes, scale, _, _ = weight(100, 1056, block, scales=(0, 256))
+        for name, t in (("frag_w", codes), (frag.SCALE_LAYOUT[block], scale)):
+            assert torch.equal(layouts[name].invert(layouts[name].apply(t), shape=t.shape), t)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 256])
+def test_offsets_beyond_2_31_elements(m):
+    """A weight of 2^31 + elements: the last rows, made nonzero, come out right."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    k, n = 8192, (1 << 31) // 8192 + 64
+    tail = 64
+    codes, scale, second, w = weight(tail, k, 16)
+    words = layouts["frag_w"].apply(codes)
+    bytes_ = layouts["frag_sf16"].apply(scale)
+    from fp4.gpu.kernels.dense import Dense, facts
+
+    big = torch.zeros(n * k // 2, dtype=torch.uint8, device="cuda")
+    big[-words.numel() :] = words
+    big_scale = torch.zeros(n * k // 16, dtype=torch.uint8, device="cuda")
+    big_scale[-bytes_.numel() :] = bytes_
+    d = Dense(big, big_scale, second, n, k, 16, facts(scale, 16))
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    y = d(x)
+    check(y[:, -tail:], x, w)
+    assert (y[:, : n - tail] == 0).all()
+
+
+def test_host_time():
+    """One call costs little host time: measured over calls that the GPU hides."""
+    import time
+
+    codes, scale, second, _ = weight(256, 256, 16)
+    d = bind(codes, scale, second, 16)
+    x = torch.randn(1, 256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(50):
+        d(x)
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(20):
+            d(x)
+        times.append((time.perf_counter() - start) / 20)
+        torch.cuda.synchronize()
+    print(f"host time of one call: {np.median(times) * 1e6:.1f} us")
+    assert np.median(times) < 60e-6
