@@ -95,9 +95,11 @@ _add(
     fill=0x7F,
 )
 _add("gfx1250_sf", "(no n32) (ko k4) -> no ko n32 k4", "scale", "aiter n32k4", "e404860")
-_add("marlin_sf", "(no a8 b8) k -> k no b8 a8", "scale", "Marlin grouped scales, 8-bit activations", "vLLM 0.26, 0.33")
+_add("marlin_sf", "(no a8 b8) k -> k no b8 a8", "scale", "Marlin grouped scales, without the swap of 1-byte scales", "vLLM 0.26, 0.33")
 _add("marlin_mx_sf", "(no x2 a2 b2 b8) k -> k no b8 x2 b2 a2", "scale", "Marlin grouped 1-byte scales", "vLLM 0.26, 0.33, SGLang 0.5.23")
-_add("marlin_sf_single", "(no q4 a4 b2) k -> k no a4 q4 b2", "scale", "Marlin scales, one group or 8-bit activations", "vLLM 0.26, 0.33")
+_add(
+    "marlin_sf_single", "(no q4 a4 b2) k -> k no a4 q4 b2", "scale", "Marlin scales with 8-bit activations (any groups)", "vLLM 0.26, 0.33"
+)
 _add(
     "marlin_mx_sf_single",
     "(no x2 y2 a4 b2) k -> k no a4 x2 b2 y2",
