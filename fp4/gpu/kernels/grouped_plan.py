@@ -1,0 +1,39 @@
+"""Which kernel and tile sizes serve how many rows an expert: a small table, chosen by shape class, never tuned at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Plan", "choose"]
+
+Config = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """mt: rows of x in a block. large: the wgmma kernel. first, second: constants of the two products."""
+
+    large: bool
+    mt: int
+    first: Config
+    second: Config
+
+
+def small(mt: int, wk: int, r: int, u: int) -> Plan:
+    c = (("WK", wk), ("R", r), ("U", u))
+    return Plan(False, mt, c, c)
+
+
+def large(mt: int, wn: int, r: int, xs: int) -> Plan:
+    c = (("WN", wn), ("R", r), ("XS", xs))
+    return Plan(True, mt, c, c)
+
+
+def choose(pairs: int, experts: int, n: int, k: int, capability: tuple[int, int]) -> Plan:
+    """The plan for ``pairs`` (token, slot) pairs over ``experts`` local experts."""
+    load = pairs / experts
+    if capability[0] == 9 and load > 16:
+        return large(32 if load <= 32 else 64, 8, 1, 4)
+    if load <= 4:
+        return small(8, 4, 1, 2)
+    return small(16, 4, 2, 2)
