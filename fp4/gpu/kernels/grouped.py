@@ -16,7 +16,7 @@ import triton
 
 from fp4.errors import FormatMismatch, Unsupported
 from fp4.gpu import storage
-from fp4.gpu.kernels import frag
+from fp4.gpu.kernels import frag, launch
 from fp4.gpu.kernels.grouped_plan import Plan, choose
 from fp4.gpu.kernels.routing import max_blocks, reduce_kernel, route_kernel
 from fp4.gpu.storage import Stored
@@ -27,6 +27,8 @@ __all__ = ["Grouped", "layouts", "prepare", "restore", "run", "supports", "warmu
 
 _ACTS = {"relu2": 0, "swiglu": 1, "silu": 2, "situ": 3}
 _INF = float("inf")
+#: row order of a gated first matrix: eight gate rows, their eight up rows, and so on; the bias follows its rows
+_ROWS, _BIAS_ROWS = "deepgemm_gate_up", Stored("deepgemm_gate_up", order="gate_up")
 
 
 def supports(*, format: str, hidden: int | None, intermediate: int | None, activation: Any, capability: tuple[int, int]) -> str | None:
@@ -44,17 +46,28 @@ def supports(*, format: str, hidden: int | None, intermediate: int | None, activ
     return None
 
 
-def layouts(block: int, gated: bool) -> dict[str, Stored]:
-    """Storage of the four arrays. A gated first matrix alternates eight gate rows and their eight up rows."""
-    rows = "deepgemm_gate_up >> " if gated else ""
+def layouts(block: int, gated: bool, hidden: int, inter: int, fill: tuple[int, int] = (0, 0)) -> dict[str, Stored]:
+    """Storage of the four arrays. A gated first matrix alternates eight gate rows and their eight up rows.
+
+    fill: scale bytes (w13, w2) that pad MXFP4 scale columns, one that the layer uses, so that padding widens no exponent window.
+    """
+    rows = f"{_ROWS} >> " if gated else ""
     order = "gate_up" if gated else None
     codes, scale = frag.CODES_LAYOUT, frag.SCALE_LAYOUT[block]
+    n13 = inter * (2 if gated else 1)
+    pad = [None, None] if block == 16 else [(n13, -(-hidden // 256) * 8), (hidden, -(-inter // 256) * 8)]
     return {
         "w13.codes": Stored(rows + codes, order=order),
-        "w13.scale": Stored(rows + scale, order=order),
+        "w13.scale": Stored(rows + scale, order=order, shape=pad[0], fill=fill[0]),
         "w2.codes": Stored(codes),
-        "w2.scale": Stored(scale),
+        "w2.scale": Stored(scale, shape=pad[1], fill=fill[1]),
     }
+
+
+def used_byte(scale: torch.Tensor) -> int:
+    """A raw ue8m0 byte that occurs in ``scale``, the largest but NaN; 127 when there is none. One host read."""
+    numbers = torch.where(scale == 0xFF, torch.zeros_like(scale), scale)
+    return int(numbers.max()) if scale.numel() else 127
 
 
 @dataclass(eq=False)
@@ -98,8 +111,17 @@ def _alpha(scale: torch.Tensor | None, factor: float, experts: int, device: torc
     return (g.expand(experts, 2) * factor).contiguous()
 
 
-def from_arrays(arrays: Mapping[str, torch.Tensor], *, block: int, first: int, hidden: int, intermediate: int, activation: Any) -> Grouped:
-    """The kernels' view of a prepared layer's arrays: names as in ``PreparedMoE.arrays``, bytes as ``layouts``, bias13 as [gate; up].
+def from_arrays(
+    arrays: Mapping[str, torch.Tensor],
+    *,
+    block: int,
+    first: int,
+    hidden: int,
+    intermediate: int,
+    activation: Any,
+    gate_up: str | None,
+) -> Grouped:
+    """The kernels' view of prepared arrays: names of ``PreparedMoE.arrays``, bytes as ``layouts``, bias13 in ``gate_up`` order.
 
     Raises Unsupported when the scale exponents leave no exact window for bfloat16; float16 is left out when it has none.
     """
@@ -119,10 +141,10 @@ def from_arrays(arrays: Mapping[str, torch.Tensor], *, block: int, first: int, h
         windows[dtype] = tuple((a, p.oc, p.any_byte) for a, p in zip(alphas, pair, strict=True))
     bias13, bias2 = arrays.get("bias13"), arrays.get("bias2")
     if bias13 is not None:
-        bias13 = bias13.to(torch.float32)
-        if act.gated:  # [gate; up] -> eight and eight, as the rows
-            bias13 = bias13.reshape(experts, 2, -1, 8).transpose(1, 2).reshape(experts, -1)
-        bias13 = bias13.contiguous()
+        bias13 = bias13.to(torch.float32).contiguous()
+        if act.gated:  # the rows' own order
+            raw = bias13.view(torch.uint8).reshape(experts, -1, 4)
+            bias13 = storage.apply(raw, _BIAS_ROWS, gate_up).view(torch.float32).reshape(experts, -1)
     if bias2 is not None:
         bias2 = bias2.to(torch.float32).contiguous()
     parts = w13, arrays["w13.scale"], w2, arrays["w2.scale"]
@@ -156,7 +178,8 @@ def prepare(
     order = (gate_up or w13.gate_up) if act.gated else None
     if act.gated and order is None:
         raise FormatMismatch("grouped: the row order of w13 is not known; pass gate_up")
-    stored = layouts(block, act.gated)
+    fill = (0, 0) if block == 16 else (used_byte(w13.scale), used_byte(w2.scale))
+    stored = layouts(block, act.gated, hidden, inter, fill)
     arrays: dict[str, torch.Tensor] = {}
     for name, q in (("w13", w13), ("w2", w2)):
         for part in ("codes", "scale"):
@@ -166,11 +189,10 @@ def prepare(
     if gate_up_scale is not None:
         arrays["w13.global_scale"] = gate_up_scale
     if bias13 is not None:
-        arrays["bias13"] = storage.reorder_gate_up(bias13.unsqueeze(-1), str(order), "gate_up").squeeze(-1) if act.gated else bias13
+        arrays["bias13"] = bias13
     if bias2 is not None:
         arrays["bias2"] = bias2
-    g = from_arrays(arrays, block=block, first=first, hidden=hidden, intermediate=inter, activation=act)
-    g.logical = {"w13": w13, "w2": w2, "order": order}
+    g = from_arrays(arrays, block=block, first=first, hidden=hidden, intermediate=inter, activation=act, gate_up=order)
     g.logical = {
         n: (q.format, tuple(q.codes.shape), tuple(q.scale.shape), q.global_scale, q.gate_up) for n, q in (("w13", w13), ("w2", w2))
     }
@@ -180,7 +202,7 @@ def prepare(
 
 def restore(g: Grouped) -> tuple[QuantizedTensor, QuantizedTensor]:
     """(w13, w2) as ``prepare`` got them, bit for bit."""
-    stored, out = layouts(g.block, g.act.gated), []
+    stored, out = layouts(g.block, g.act.gated, g.hidden, g.inter), []
     for name, codes, scale in (("w13", g.w13, g.s13), ("w2", g.w2, g.s2)):
         fmt, cs, ss, second, gate_up = g.logical[name]
         order = g.logical["order"] if name == "w13" else None
@@ -190,21 +212,32 @@ def restore(g: Grouped) -> tuple[QuantizedTensor, QuantizedTensor]:
     return out[0], out[1]
 
 
-class _Kernel:
-    """A kernel with its constants: compiled at the first launch, launched from then on without Triton's argument analysis.
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_SCALARS = {
+    "pairs": "i32",
+    "first": "i32",
+    "experts": "i32",
+    "oc": "i32",
+    "topk": "i32",
+    "rows": "i32",
+    "p0": "fp32",
+    "p1": "fp32",
+    "p2": "fp32",
+}
 
-    Sound because nothing is specialised on a value: integers are not, and every pointer is 16-byte aligned or declared as not specialised.
-    """
 
-    def __init__(self, fn: Any, warps: int, **constants: Any) -> None:
-        self.fn, self.warps, self.constants, self.made = fn, warps, constants, None
-        self.tail = tuple(constants[p.name] for p in fn.params if p.name in constants)
-
-    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
-        if self.made is None:
-            self.made = self.fn[grid](*args, **self.constants, num_warps=self.warps)
-        else:
-            self.made[grid](*args, *self.tail)
+def _compile(
+    fn: Any, pointers: dict[str, torch.dtype], constants: dict[str, Any], warps: int, target: Any = None, maxnreg: int | None = None
+) -> Any:
+    """(kernel, constants in argument order). ``pointers``: element type of each ``*_ptr``, int32 when not named."""
+    signature = {}
+    for name in fn.arg_names:
+        if name.endswith("_ptr"):
+            signature[name] = "*" + _TYPES[pointers.get(name, torch.int32)]
+        elif name in _SCALARS and name not in constants:
+            signature[name] = _SCALARS[name]
+    kernel = launch.build(fn, signature, constants, num_warps=warps, target=target, maxnreg=maxnreg)
+    return kernel, tuple(constants[n] for n in fn.arg_names if n in constants)
 
 
 @functools.lru_cache(maxsize=8)
@@ -217,95 +250,87 @@ def _align(n: int) -> int:
 
 
 class _Chain:
-    """All launches for one (tokens, topk, dtypes): sizes, offsets in the workspace, kernels."""
+    """All launches for one (tokens, topk, dtypes): sizes, offsets in the workspace, kernels. Pointers go to the launcher as integers."""
 
-    def __init__(self, g: Grouped, tokens: int, topk: int, x: torch.Tensor, ids: torch.dtype, gamma: torch.dtype, plan: Plan) -> None:
+    def __init__(
+        self, g: Grouped, tokens: int, topk: int, x: torch.dtype, ids: torch.dtype, gamma: torch.dtype, plan: Plan, target: Any
+    ) -> None:
         from fp4.gpu.kernels.grouped_large import grouped_large, permute_rows
         from fp4.gpu.kernels.grouped_small import grouped_small
 
-        window = g.windows[x.dtype]
+        window = g.windows[x]
         if isinstance(window, Exception):
             raise window
-        self.pairs, self.topk, self.tokens, self.plan = tokens * topk, topk, tokens, plan
-        half, size = x.dtype == torch.float16, 2
-        self.blocks = max_blocks(self.pairs, g.experts, plan.mt)
+        self.pairs = pairs = tokens * topk
+        self.blocks = max_blocks(pairs, g.experts, plan.mt)
+        wide = plan.large
         hp, ip = -(-g.hidden // 64) * 64, -(-g.inter // 64) * 64
-        self.row_dtype = torch.float32 if self.pairs * g.hidden <= 1 << 22 else x.dtype
-        parts = {
-            "sched": (4 * (1 + 3 * self.blocks), torch.int32),
-            "order": (4 * self.pairs, torch.int32),
-            "h": (size * self.pairs * (ip if plan.large else g.inter), x.dtype),
-            "y": (self.row_dtype.itemsize * self.pairs * g.hidden, self.row_dtype),
-            "x": (size * tokens * hp if plan.large else 0, torch.int32),
+        #: one row a pair before the sum over slots: float32 while it stays in the L2 cache
+        row = torch.float32 if pairs * g.hidden <= 1 << 22 else x
+        sizes = (
+            4 * (1 + 3 * self.blocks),
+            4 * pairs,
+            2 * pairs * (ip if wide else g.inter),
+            row.itemsize * pairs * g.hidden,
+            2 * tokens * hp if wide else 0,
+        )
+        self.at = [sum(_align(n) for n in sizes[:i]) for i in range(6)]
+        a = g.act
+        acts: dict[str, tuple[float, ...]] = {
+            "swiglu": (
+                getattr(a, "alpha", 0.0),
+                getattr(a, "beta", 0.0),
+                _INF if getattr(a, "limit", None) is None else getattr(a, "limit", 0.0),
+            ),
+            "situ": (getattr(a, "beta", 0.0), getattr(a, "linear_beta", None) or 0.0, 0.0),
         }
-        self.offsets: dict[str, tuple[int, int, torch.dtype]] = {}
-        at = 0
-        for name, (n, dtype) in parts.items():
-            self.offsets[name] = (at, n, dtype)
-            at += _align(n)
-        self.nbytes = at
+        self.act = tuple(float(v) for v in acts.get(a.name, (0.0, 0.0, 0.0)))
+        self.topk, self.tokens, self.large, self.window = topk, tokens, wide, window
 
         bins = triton.next_power_of_2(g.experts + 1)
-        chunk = min(max(triton.next_power_of_2(self.pairs), 128), 2048)
-        self.route = _cached(g, ("route", ids, plan.mt, chunk), route_kernel, 4, BLOCK=plan.mt, CHUNK=chunk, BINS=bins)
-        common: dict[str, Any] = {"KIND": g.block, "HALF": half}
-        code = _ACTS[g.act.name]
-        first: dict[str, Any] = {"N": g.n13, "K": g.hidden, "ACT": code, "FIRST": True, "BIAS": g.bias13 is not None, "ANY": window[0][2]}
-        second: dict[str, Any] = {"N": g.hidden, "K": g.inter, "ACT": 0, "FIRST": False, "BIAS": g.bias2 is not None, "ANY": window[1][2]}
-        key = (x.dtype, gamma, self.row_dtype)
-        fn = grouped_large if plan.large else grouped_small
-        tiles = []
-        self.products = []
-        for n, (which, config) in enumerate(((first, plan.first), (second, plan.second))):
-            own = {**common, **which, **dict(config), "MT": plan.mt}
-            warps = own["WN"] if plan.large else own["WK"]
-            tiles.append(-(-which["N"] // (16 * own["R"] * (own["WN"] if plan.large else 1))))
-            self.products.append(_cached(g, ("product", n, *key, plan), fn, warps, **own))
-        self.grids = [(t * self.blocks, 1, 1) for t in tiles]
-        if plan.large:
-            self.permute = _cached(g, ("permute",), permute_rows, 4, K=g.hidden, BLOCK=1024)
-            self.permute_grid = (-(-tokens * hp // 2 // 1024), 1, 1)
-        self.reduce = _cached(g, ("reduce", x.dtype, self.row_dtype, ids, topk), reduce_kernel, 4, H=g.hidden, TOPK=topk, BLOCK=1024)
-        self.reduce_grid = (tokens, -(-g.hidden // 1024), 1)
-        a = g.act
-        self.act = {
-            "swiglu": lambda: (a.alpha, a.beta, _INF if a.limit is None else a.limit),
-            "situ": lambda: (a.beta, a.linear_beta or 0.0, 0.0),
-        }.get(a.name, lambda: (0.0, 0.0, 0.0))()
-        self.act = tuple(float(v) for v in self.act)
-        self.window = window
-        self.warm = False
+        chunk = min(max(triton.next_power_of_2(pairs), 128), 4096)
+        self.route = _compile(
+            route_kernel, {"ids_ptr": ids}, {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins}, 8 if chunk > 2048 else 4, target
+        )
+        ends: list[Any] = []
+        for i, config in enumerate((plan.first, plan.second)):
+            c = dict(config)
+            warps, limit = c["WN"] if wide else c["WK"], c.pop("maxnreg", None)
+            n, bias = (g.hidden, g.bias2) if i else (g.n13, g.bias13)
+            c |= {"N": n, "K": g.inter if i else g.hidden, "KIND": g.block, "ANY": window[i][2], "ACT": 0 if i else _ACTS[a.name]}
+            c |= {"FIRST": not i, "BIAS": bias is not None, "HALF": x == torch.float16, "MT": plan.mt}
+            if wide:
+                c.setdefault("LOW", plan.mt)
+            f32 = dict.fromkeys(("alpha_ptr", "bias_ptr"), torch.float32)
+            pointers = {"x_ptr": x, "out_ptr": row if i else x, "gamma_ptr": gamma, **f32}
+            kernel, tail = _compile(grouped_large if wide else grouped_small, pointers, c, warps, target, limit)
+            alpha = window[i][0]
+            weights = ((g.w13, g.s13), (g.w2, g.s2))[i]
+            fixed = (*(t.data_ptr() for t in weights), alpha.data_ptr(), (alpha if bias is None else bias).data_ptr())
+            tiles = -(-n // (16 * c["R"] * (c["WN"] if wide else 1)))
+            ends.append((kernel, fixed, window[i][1], tail, tiles * self.blocks))
+        self.first, self.second = ends
+        if wide:
+            self.permute = _compile(permute_rows, {}, {"K": g.hidden, "BLOCK": 1024}, 4, target)
+            self.permute_grid = -(-tokens * hp // 2 // 1024)
+        pointers = {"y_ptr": row, "ids_ptr": ids, "out_ptr": x}
+        self.reduce = _compile(reduce_kernel, pointers, {"H": g.hidden, "TOPK": topk, "BLOCK": 1024}, 4, target)
+        self.reduce_grid = -(-g.hidden // 1024)
 
-    def launch(self, g: Grouped, x: torch.Tensor, ids: torch.Tensor, gamma: torch.Tensor, out: torch.Tensor) -> None:
-        ws = torch.empty(self.nbytes, dtype=torch.uint8, device=x.device)
-        part: Any
-        if self.warm:  # plain addresses: the launcher takes them for pointers
-            base = ws.data_ptr()
-            part = {name: base + at for name, (at, _, _) in self.offsets.items()}
-        else:
-            part = {name: ws[at : at + max(n, 256)].view(dtype) for name, (at, n, dtype) in self.offsets.items()}
-        (a13, oc13, _), (a2, oc2, _) = self.window
-        self.route((g.experts, 1, 1), ids, part["order"], part["sched"], self.pairs, g.first, g.experts)
-        rows = x
-        if self.plan.large:
-            self.permute(self.permute_grid, x if self.warm else x.view(torch.int32), part["x"], self.tokens)
-            rows = part["x"] if self.warm else part["x"].view(x.dtype)
-        tail = (part["order"], part["sched"], gamma)
-        b13 = a13 if g.bias13 is None else g.bias13
-        b2 = a2 if g.bias2 is None else g.bias2
-        w = [t if self.warm else t.view(-1).view(torch.int32) for t in (g.w13, g.s13, g.w2, g.s2)]
-        p0, p1, p2 = self.act
-        self.products[0](self.grids[0], rows, w[0], w[1], a13, b13, part["h"], *tail, oc13, p0, p1, p2, self.topk)
-        self.products[1](self.grids[1], part["h"], w[2], w[3], a2, b2, part["y"], *tail, oc2, p0, p1, p2, self.topk)
-        self.reduce(self.reduce_grid, part["y"], ids, out, g.first, g.experts)
-        self.warm = True
-
-
-def _cached(g: Grouped, key: Any, fn: Any, warps: int, **constants: Any) -> _Kernel:
-    found = g.calls.get(key)
-    if found is None:
-        found = g.calls[key] = _Kernel(fn, warps, **constants)
-    return found  # type: ignore[no-any-return]
+    def launch(self, g: Grouped, x: int, ids: int, gamma: int, out: int, base: int, stream: int) -> None:
+        sched, order, h, y, xp, _ = (base + n for n in self.at)
+        kernel, tail = self.route
+        kernel(g.experts, 1, stream, ids, order, sched, self.pairs, g.first, g.experts, *tail)
+        if self.large:
+            kernel, tail = self.permute
+            kernel(self.permute_grid, 1, stream, x, xp, self.tokens, *tail)
+            x = xp
+        kernel, fixed, oc, tail, grid = self.first
+        kernel(grid, 1, stream, x, *fixed, h, order, sched, gamma, oc, *self.act, self.topk, *tail)
+        kernel, fixed, oc, tail, grid = self.second
+        kernel(grid, 1, stream, h, *fixed, y, order, sched, gamma, oc, *self.act, self.topk, *tail)
+        kernel, tail = self.reduce
+        kernel(self.tokens, self.reduce_grid, stream, y, ids, out, g.first, g.experts, *tail)
 
 
 def run(
@@ -323,22 +348,48 @@ def run(
     tokens, topk = topk_ids.shape
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if tokens == 0:
-        return out
-    if topk == 0 or g.experts == 0:
+    if tokens == 0 or topk == 0 or g.experts == 0:
         return out.zero_()
-    x = x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    key = (tokens, topk, x.dtype, topk_ids.dtype, topk_weights.dtype, out.dtype, plan)
+    x, topk_ids, topk_weights = _dense(x), _dense(topk_ids), _dense(topk_weights)
+    key = (tokens, topk, x.dtype, topk_ids.dtype, topk_weights.dtype, plan)
     chain = g.calls.get(key)
+    index = x.device.index
     if chain is None:
-        if x.dtype not in g.windows or x.shape[1] != g.hidden:
-            raise FormatMismatch(f"grouped: x is {x.dtype} {list(x.shape)}; need bfloat16 or float16 [tokens, {g.hidden}]")
-        device = x.device.index or 0
-        p = plan or choose(tokens * topk, g.experts, g.n13, g.hidden, _capability(device))
-        chain = g.calls[key] = _Chain(g, tokens, topk, x, topk_ids.dtype, topk_weights.dtype, p)
-    chain.launch(g, x, topk_ids, topk_weights, out)
+        _check(x, g, topk_ids, topk_weights, out)
+        p = plan or choose(tokens * topk, g.experts, g.n13, g.hidden, _capability(index))
+        with torch.cuda.device(index):
+            chain = g.calls[key] = _Chain(g, *key[:5], p, None)
+    if x.shape[1] != g.hidden or not out.is_contiguous() or out.dtype != x.dtype or out.data_ptr() % 16:
+        _check(x, g, topk_ids, topk_weights, out)
+    ws = torch.empty(chain.at[5], dtype=torch.uint8, device=x.device)
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return run(x, g, topk_ids, topk_weights, out, plan)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    chain.launch(g, x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr(), ws.data_ptr(), stream)
     return out
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _check(x: torch.Tensor, g: Grouped, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Raises FormatMismatch for what the kernels cannot take."""
+    if x.dtype not in g.windows or x.ndim != 2 or x.shape != (ids.shape[0], g.hidden):
+        raise FormatMismatch(f"grouped: x is {x.dtype} {list(x.shape)}; need bfloat16 or float16 [{ids.shape[0]}, {g.hidden}]")
+    if ids.dtype not in (torch.int32, torch.int64) or weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise FormatMismatch(
+            f"grouped: topk_ids is {ids.dtype}, topk_weights is {weights.dtype}; need int32 or int64, and float32 or 16-bit"
+        )
+    if weights.shape != ids.shape:
+        raise FormatMismatch(f"grouped: topk_weights is {list(weights.shape)}; need the shape of topk_ids, {list(ids.shape)}")
+    if out.dtype != x.dtype or out.shape != x.shape or not out.is_contiguous() or out.data_ptr() % 16:
+        raise FormatMismatch(
+            f"grouped: out is {out.dtype} {list(out.shape)}; need {x.dtype} {list(x.shape)}, contiguous and 16-byte aligned"
+        )
+    if any(t.device != g.w13.device for t in (x, ids, weights, out)):
+        raise FormatMismatch(f"grouped: x is on {x.device}, the weights are on {g.w13.device}; move all to one device")
 
 
 def warmup(g: Grouped, m_max: int, topk: int, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -3,7 +3,7 @@
 The fragment order of ``fp4.gpu.kernels.frag`` is also the register order of a wgmma A operand, so weights go from memory to the
 tensor cores without shared memory. Rows of x come through shared memory by cp.async (a gather costs nothing more), already in
 the k order of the fragments: ``permute_rows`` makes it for the first product, the first product's epilogue for the second.
-One product is always in flight while the next chunk of weights is decoded.
+Stored words and rows both arrive by cp.async, XS chunks of 128 columns deep; the next chunk is decoded while a product runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,17 @@ def permute_rows(x_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, tl.load(x_ptr + row * (K // 2) + src, mask=ok & (src < K // 2), other=0), mask=ok)
 
 
-@gluon.jit(do_not_specialize=["oc", "topk"], do_not_specialize_on_alignment=["gamma_ptr"])
-def grouped_large(
+@gluon.jit
+def _decode(a, s, oc, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
+            DOA: gl.constexpr):  # fmt: skip
+    """Words [WN, R U 128] and scale words [WN, 32 R] -> the A operand [16 R WN, 64 U]."""
+    w = frag_w(a.reshape([1, WN, R * U * 128]), s.reshape([1, WN, R * U * 16]), oc, 1, WN, R, U, KIND, ANY, HALF)
+    w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([16 * R * WN, U * 64])  # R WN e g, U s h t l
+    return gl.convert_layout(w, DOA, assert_trivial=True)
+
+
+@gluon.jit
+def _tile(
     x_ptr,
     w_ptr,
     s_ptr,
@@ -44,13 +53,16 @@ def grouped_large(
     bias_ptr,
     out_ptr,
     order_ptr,
-    sched_ptr,
     gamma_ptr,
     oc,
     p0,
     p1,
     p2,
     topk,
+    e,
+    row0,
+    rows,
+    tile0,
     N: gl.constexpr,
     K: gl.constexpr,
     KIND: gl.constexpr,
@@ -63,11 +75,9 @@ def grouped_large(
     R: gl.constexpr,
     MT: gl.constexpr,
     XS: gl.constexpr,
+    DEEP: gl.constexpr,
 ):
-    """As ``grouped_small``, with x and the first product's output in fragment k order, K padded to 64 there (row stride 64 KT).
-
-    Grid: (row-tile groups * max_blocks,), tile group fastest.
-    """
+    """Row tiles tile0 .. tile0 + WN R of expert e times rows row0 .. row0 + rows (at most MT)."""
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     U: gl.constexpr = 2
     BN: gl.constexpr = 16 * WN * R
@@ -77,26 +87,16 @@ def grouped_large(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WN, 1], [16, MT, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    SP: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     NT: gl.constexpr = (N + 15) // 16
     KT: gl.constexpr = (K + 63) // 64
     KB: gl.constexpr = (KT + 3) // 4
     SW: gl.constexpr = 64 if KIND == 16 else 32
-    GROUPS: gl.constexpr = (NT + WN * R - 1) // (WN * R)
     ITER: gl.constexpr = (KT + U - 1) // U
-
-    pid = gl.program_id(0)
-    block = pid // GROUPS
-    tile0 = (pid % GROUPS) * (WN * R)
-    if block >= gl.load(sched_ptr):
-        return
-    e = gl.load(sched_ptr + 1 + 3 * block)
-    row0 = gl.load(sched_ptr + 2 + 3 * block)
-    rows = gl.load(sched_ptr + 3 + 3 * block)
 
     wa = gl.arange(0, WN, layout=gl.SliceLayout(1, LA))[:, None]
     ia = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, LA))[None, :]
     ta = (ia // (U * 128)) * WN + wa
-    oa = ta * (KT * 128) + ia % (U * 128)
     ka = (ia // 128) % U
     ma = tile0 + ta < NT
     ws = gl.arange(0, WN, layout=gl.SliceLayout(1, LS))[:, None]
@@ -105,7 +105,6 @@ def grouped_large(
     if KIND == 32:
         lane = (lane // 4) * 2 + (lane % 4) // 2
     ts = (js // 32) * WN + ws
-    os = ts * (KB * SW) + lane * 2
     ms = tile0 + ts < NT
     mx = gl.arange(0, MT, layout=gl.SliceLayout(1, LX))
     kx = gl.arange(0, U * 64, layout=gl.SliceLayout(0, LX))[None, :]
@@ -114,38 +113,49 @@ def grouped_large(
         src = gl.load(order_ptr + row0 + mx, mask=live, other=0) // topk
     else:
         src = gl.where(live, row0 + mx, 0)
-    ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + oa
-    sp = s_ptr + (e.to(gl.int64) * NT + tile0) * (KB * SW) + os
+    ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + (ta * (KT * 128) + ia % (U * 128))
+    sp = s_ptr + (e.to(gl.int64) * NT + tile0) * (KB * SW) + (ts * (KB * SW) + lane * 2)
     xp = x_ptr + src.to(gl.int64)[:, None] * (KT * 64) + kx
     live = live[:, None]
 
-    sx = gl.allocate_shared_memory(DT, [XS, MT, U * 64], SX)
-    for i in gl.static_range(XS - 2):
-        cp_async(sx.index(i), xp + i * (U * 64), mask=live & (kx + i * (U * 64) < KT * 64))
+    sx = ()
+    sa = ()
+    ss = ()
+    for _ in gl.static_range(XS):  # one buffer a stage, so that the compiler sees which stages a copy and a product touch
+        sx = sx + (gl.allocate_shared_memory(DT, [MT, U * 64], SX),)  # noqa: RUF005
+        sa = sa + (gl.allocate_shared_memory(gl.int32, [WN, R * U * 128], SP),)  # noqa: RUF005
+        ss = ss + (gl.allocate_shared_memory(gl.int32, [WN, R * 32], SP),)  # noqa: RUF005
+    for q in gl.static_range(XS - 1):
+        cp_async(sa[q], ap + q * (U * 128), mask=ma & (ka + q * U < KT))
+        cp_async(ss[q], sp + (q // 2) * SW + q % 2, mask=ms & (q < ITER))
+        cp_async(sx[q], xp + q * (U * 64), mask=live & (kx + q * (U * 64) < KT * 64))
         cp_commit()
-    a = gl.load(ap, mask=ma & (ka < KT), other=0)
-    s = gl.load(sp, mask=ms, other=0)
+    cp_wait(XS - 2)
+    fence_async_shared()
+    barrier()
+    w = _decode(sa[0].load(LA), ss[0].load(LS), oc, WN, R, U, KIND, ANY, HALF, DOA)
     acc = gl.zeros([BN, MT], gl.float32, MMA)
-    old = gl.zeros([BN, U * 64], DT, DOA)
-    for i in range(ITER):
-        nxt = (i + 1) * U
-        a1 = gl.load(ap + nxt * 128, mask=ma & (ka + nxt < KT), other=0)
-        s1 = gl.load(sp + ((i + 1) // 2) * SW + (i + 1) % 2, mask=ms & (nxt < KT), other=0)
-        w = frag_w(a.reshape([1, WN, R * U * 128]), s.reshape([1, WN, R * U * 16]), oc, 1, WN, R, U, KIND, ANY, HALF)
-        w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([BN, U * 64])  # R WN e g, U s h t l
-        w = gl.convert_layout(w, DOA, assert_trivial=True)
-        cp_wait(XS - 3)
-        fence_async_shared()
-        barrier()  # every warp sees chunk i, and every warp's product i - 2 is done, so its slot is free
-        ahead = i + XS - 2
-        cp_async(sx.index(ahead % XS), xp + ahead * (U * 64), mask=live & (kx + ahead * (U * 64) < KT * 64))
-        cp_commit()
-        acc = warpgroup_mma(w, sx.index(i % XS).permute([1, 0]), acc, is_async=True)
-        acc, old = warpgroup_mma_wait(1, deps=(acc, old))
-        old = w
-        a = a1
-        s = s1
-    acc, old = warpgroup_mma_wait(0, deps=(acc, old))
+    for i0 in range(0, ITER, XS):
+        # w is the register operand of a running product and must stay until that product is waited for; nothing runs across the loop's edge
+        for j in gl.static_range(XS):
+            i = i0 + j
+            acc = warpgroup_mma(w, sx[j].permute([1, 0]), acc, is_async=True)
+            if DEEP == 0:
+                acc, w = warpgroup_mma_wait(0, deps=(acc, w))
+            elif j > 0:
+                acc, old = warpgroup_mma_wait(1, deps=(acc, old))  # noqa: F821
+            cp_wait(XS - 3)
+            fence_async_shared()
+            barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
+            n = i + XS - 1
+            cp_async(sa[(j + XS - 1) % XS], ap + n * (U * 128), mask=ma & (ka + n * U < KT))
+            cp_async(ss[(j + XS - 1) % XS], sp + (n // 2) * SW + n % 2, mask=ms & (n < ITER))
+            cp_async(sx[(j + XS - 1) % XS], xp + n * (U * 64), mask=live & (kx + n * (U * 64) < KT * 64))
+            cp_commit()
+            old = w
+            w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, WN, R, U, KIND, ANY, HALF, DOA)
+        if DEEP != 0:
+            acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     cp_wait(0)
     col = tile0 * 16
     if FIRST:
@@ -192,3 +202,65 @@ def grouped_large(
         n = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LY))[None, :]
         pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)[:, None]
         gl.store(out_ptr + pair.to(gl.int64) * N + n, y, mask=(m < rows)[:, None] & (n < N))
+
+
+@gluon.jit(do_not_specialize=["oc", "topk"])
+def grouped_large(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    alpha_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    sched_ptr,
+    gamma_ptr,
+    oc,
+    p0,
+    p1,
+    p2,
+    topk,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    KIND: gl.constexpr,
+    ANY: gl.constexpr,
+    ACT: gl.constexpr,
+    FIRST: gl.constexpr,
+    BIAS: gl.constexpr,
+    HALF: gl.constexpr,
+    WN: gl.constexpr,
+    R: gl.constexpr,
+    MT: gl.constexpr,
+    LOW: gl.constexpr,
+    XS: gl.constexpr,
+    DEEP: gl.constexpr,
+):
+    """As ``grouped_small``, with x and the first product's output in fragment k order, K padded to 64 there (row stride 64 KT).
+
+    LOW: rows of the smaller tile that a block of at most LOW rows uses; MT for none.
+    Grid: (row-tile groups * max_blocks,), tile group fastest.
+    """
+    GROUPS: gl.constexpr = ((N + 15) // 16 + WN * R - 1) // (WN * R)
+    pid = gl.program_id(0)
+    block = pid // GROUPS
+    tile0 = (pid % GROUPS) * (WN * R)
+    if block >= gl.load(sched_ptr):
+        return
+    e = gl.load(sched_ptr + 1 + 3 * block)
+    row0 = gl.load(sched_ptr + 2 + 3 * block)
+    rows = gl.load(sched_ptr + 3 + 3 * block)
+    if LOW == MT:
+        _tile(
+            x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, MT, XS, DEEP,
+        )  # fmt: skip
+    elif rows <= LOW:
+        _tile(
+            x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, LOW, XS, DEEP,
+        )  # fmt: skip
+    else:
+        _tile(
+            x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, MT, XS, DEEP,
+        )  # fmt: skip
