@@ -4,6 +4,9 @@ The fragment order of ``fp4.gpu.kernels.frag`` is also the register order of a w
 tensor cores without shared memory. Rows of x come through shared memory by cp.async (a gather costs nothing more), already in
 the k order of the fragments: ``permute_rows`` makes it for the first product, the first product's epilogue for the second.
 Stored words and rows both arrive by cp.async, XS chunks of 128 columns deep; the next chunk is decoded while a product runs.
+
+No proxy fence follows cp.async: like Triton's own pipelines (its fence pass asks for one only after register stores to shared memory). A
+fence there waits for every copy in flight and costs the whole pipeline.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, frag_w
 from fp4.gpu.kernels.grouped_device import activate
@@ -131,7 +134,6 @@ def _tile(
         cp_async(sx[q], xp + q * (U * 64), mask=live & (kx + q * (U * 64) < KT * 64))
         cp_commit()
     cp_wait(XS - 2)
-    fence_async_shared()
     barrier()
     w = _decode(sa[0].load(LA), ss[0].load(LS), oc, WN, R, U, KIND, ANY, HALF, DOA)
     acc = gl.zeros([BN, MT], gl.float32, MMA)
@@ -145,7 +147,6 @@ def _tile(
             elif j > 0:
                 acc, old = warpgroup_mma_wait(1, deps=(acc, old))  # noqa: F821
             cp_wait(XS - 3)
-            fence_async_shared()
             barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
             n = i + XS - 1
             cp_async(sa[(j + XS - 1) % XS], ap + n * (U * 128), mask=ma & (ka + n * U < KT))

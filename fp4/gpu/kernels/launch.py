@@ -33,17 +33,31 @@ class Kernel:
         self.compiled = compiled
         self.shared = int(compiled.metadata.shared)
         self._ready = False
+        self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
     def _bind(self) -> None:
         self._run = self.compiled.run
         self._function = self.compiled.function
         self._packed = self.compiled.packed_metadata
+        run = self._run
+        scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+        if not scratch and hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations"):
+            # no scratch to allocate and the launcher takes flat arguments: go to it directly
+            direct, head = (
+                run.launch,
+                (self._function, run.launch_cooperative_grid, run.launch_pdl, None, None, self._packed, None, None, None),
+            )
+            self._direct = direct, head
         self._ready = True
 
     def __call__(self, gx: int, gy: int, stream: int, *args: Any) -> None:
         if not self._ready:
             self._bind()
-        self._run(gx, gy, 1, stream, self._function, self._packed, None, None, None, *args)
+        if self._direct is not None:
+            direct, head = self._direct
+            direct(gx, gy, 1, stream, *head, *args)
+        else:
+            self._run(gx, gy, 1, stream, self._function, self._packed, None, None, None, *args)
 
 
 _cache: dict[_Key, Kernel] = {}
@@ -57,6 +71,7 @@ def build(
     num_warps: int,
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
+    maxnreg: int | None = None,
     target: Any = None,
 ) -> Kernel:
     """Compile ``fn`` (Triton or Gluon JIT function) for a signature (name -> Triton type) and constexpr values; cached.
@@ -64,7 +79,9 @@ def build(
     aligned: integer arguments that are multiples of 16. target: a GPUTarget, default the active device.
     """
     device = None if target is not None else torch.cuda.current_device()
-    key = (id(fn), tuple(signature.items()), tuple(constants.items()), num_warps, num_stages, aligned, device if target is None else target)
+    options = {"num_warps": num_warps, "num_stages": num_stages} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+    how = (tuple(options.items()), aligned, device if target is None else target)
+    key = (id(fn), tuple(signature.items()), tuple(constants.items()), how)
     found = _cache.get(key)
     if found is None:
         import triton
@@ -80,9 +97,7 @@ def build(
         attrs = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*") or n in aligned}
         if target is None:
             target = triton.runtime.driver.active.get_current_target()
-        compiled = triton.compile(
-            Source(fn, types, values, attrs), target=target, options={"num_warps": num_warps, "num_stages": num_stages}
-        )
+        compiled = triton.compile(Source(fn, types, values, attrs), target=target, options=options)
         found = _cache[key] = Kernel(compiled)
     return found
 
