@@ -32,8 +32,13 @@ def large(mt: int, wn: int, r: int, xs: int, deep: int = 1, low: int = 0, maxnre
 def choose(pairs: int, experts: int, n: int, k: int, capability: tuple[int, int]) -> Plan:
     """The plan for ``pairs`` (token, slot) pairs over ``experts`` local experts."""
     load = pairs / experts
-    if capability[0] == 9 and load > 16:
-        return large(32 if load <= 32 else 64, 8, 1, 4)
+    wgmma = capability[0] == 9
+    if load <= 1:
+        return small(8, 2, 2, 4)
     if load <= 4:
-        return small(8, 4, 1, 2)
-    return small(16, 4, 2, 2)
+        return small(8, 1, 4, 4)
+    if not wgmma:
+        return small(16, 2, 4, 2)
+    if load <= 16:
+        return large(16, 4, 2, 4, deep=0)
+    return large(64, 8, 1, 3, deep=0, low=32, maxnreg=128)
