@@ -104,7 +104,7 @@ def require_kv(plan: Plan) -> None:
         return
     modules: dict[str, set[str]] = {}
     for name in plan.store.entries:
-        match = _ATTENTION.search(name)
+        match = _ATTENTION.search(name) if "k_proj." in name or "v_proj." in name else None
         if match and not _ASIDE.search(name) and not _extra(plan, name):
             modules.setdefault(name[: match.start()], set()).update(("k", "v") if match[2] == "qkv_proj" else _PROJ[match[2]])
     missing = []

@@ -25,6 +25,9 @@ PACKED = frozenset({"U8", "I8", "F4"})
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 
+_SCALE_DTYPES = {"e4m3": ("F8_E4M3",), "ue8m0": ("U8", "F8_E8M0"), "ue5m3": ("U8",)}
+_SCALARS = ("F32", "BF16", "F16")
+
 #: modules that a config without an exclusion for them certainly means: in a main layer, they are FP4 or the config lies
 _EXPECTED = re.compile(
     r"(^|\.)((self_attn|self_attention|attn|attention)\.(q|k|v|o|qkv)_proj|mlp\.(gate|up|down|gate_up)_proj"
@@ -258,10 +261,11 @@ def _block(
             f"{where}: {codes.name} holds k = {k} (packed {packed[-1]} bytes), not a multiple of the {fmt} block {fmt.block}"
         )
     want = (*logical[:-1], k // fmt.block)
-    allowed = {"e4m3": ("F8_E4M3",), "ue8m0": ("U8", "F8_E8M0"), "ue5m3": ("U8",)}[fmt.scale.name]
+    allowed = _SCALE_DTYPES[fmt.scale.name]
     if scale.dtype not in allowed:
         raise CheckpointError(f"{where}: {scale.name} has dtype {scale.dtype}; {fmt} needs {' or '.join(allowed)}")
-    tiles = math.prod(want[:-2]) * 512 * -(-want[-2] // 128) * -(-want[-1] // 4)
+    if scale.shape != want or swizzled:
+        tiles = math.prod(want[:-2]) * 512 * -(-want[-2] // 128) * -(-want[-1] // 4)
     if swizzled and math.prod(scale.shape) != tiles:
         raise CheckpointError(f"{where}: {scale.name} has {math.prod(scale.shape)} bytes; 128x4 tiles of {list(want)} need {tiles}")
     if not swizzled and scale.shape != want:
@@ -270,24 +274,26 @@ def _block(
             f"{where}: {scale.name} has shape {list(scale.shape)}; weight {list(logical)} (packed {list(packed)}) needs {list(want)}{hint}"
         )
     parts = {"codes": codes.name, "scale": scale.name}
-    parts.update({role: have[leaf] for leaf, role in leaves.others.items() if leaf in have})
-    rules = {}
+    for leaf, role in leaves.others.items():
+        if leaf in have:
+            parts[role] = have[leaf]
+    rules: dict[str, Rule] = {}
     experts = math.prod(logical[:-2])
     for role, table in (("global", leaves.second), ("input", leaves.input)):
-        leaf = next((x for x in table if x in have), None)
-        if leaf is None:
+        found = next((x for x in table if x in have), None)
+        if found is None:
             continue
         if role == "input" and not (spec is not None and spec.static_input) and plan.has_config:
             continue
-        entry = plan.store.entries[have[leaf]]
+        entry = plan.store.entries[have[found]]
         count = math.prod(entry.shape)
         if count != 1 and (len(logical) < 3 or count not in (experts, 2 * experts)):
             raise CheckpointError(
                 f"{where}: {entry.name} has shape {list(entry.shape)}; need one value" + (f" or {experts}" if len(logical) > 2 else "")
             )
-        if entry.dtype not in ("F32", "BF16", "F16"):
+        if entry.dtype not in _SCALARS:
             raise CheckpointError(f"{where}: {entry.name} has dtype {entry.dtype}; need F32 (or BF16, F16, read by value)")
-        parts[role], rules[role] = entry.name, table[leaf]
+        parts[role], rules[role] = entry.name, table[found]
     if fmt.tensor_scale and "global" not in parts and leaves.second and not plan.second_optional:
         leaf = next(iter(leaves.second))
         raise CheckpointError(f"{where}: second-level scale {have_name(name, leaf)} not found; {fmt} under these names has one")
@@ -295,7 +301,8 @@ def _block(
         raise CheckpointError(
             f"{where}: {parts['global']} exists, but {fmt} ({spec.origin if spec else 'by its tensors'}) has no second-level scale"
         )
-    check_extras(plan, where, parts, logical)
+    if leaves.others:
+        check_extras(plan, where, parts, logical)
     last = name.rpartition(".")[0].rpartition(".")[2] if name.endswith(".weight") else name.rpartition(".")[2]
     return Record(
         name=name,
@@ -321,6 +328,8 @@ def check_extras(plan: Plan, where: str, parts: dict[str, str], logical: tuple[i
     """Shapes of pre_quant_scale [k] and the low-rank branch [r, k], [n, r]."""
     n, k = logical[-2:]
     shape = {role: plan.store.entries[parts[role]].shape for role in ("pre_quant_scale", "lora_a", "lora_b") if role in parts}
+    if not shape:
+        return
     if "pre_quant_scale" in shape and math.prod(shape["pre_quant_scale"]) != k:
         raise CheckpointError(f"{where}: {parts['pre_quant_scale']} has shape {list(shape['pre_quant_scale'])}; need [{k}]")
     if ("lora_a" in shape) != ("lora_b" in shape):

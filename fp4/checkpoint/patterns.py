@@ -21,6 +21,8 @@ _WRAPPERS = frozenset({"model", "language_model"})
 
 def canonical(name: str) -> str:
     """The name without leading ``model`` and ``language_model`` segments."""
+    if not name.startswith(("model.", "language_model.")):
+        return name
     parts = name.split(".")
     i = 0
     while i < len(parts) - 1 and parts[i] in _WRAPPERS:

@@ -41,9 +41,10 @@ class Refused:
             )
         if config.quant.get("load_in_4bit") or config.quant.get("bnb_4bit_quant_type"):
             raise CheckpointError(f"{store.root}: {config.quant_where}: bitsandbytes is refused: {REASONS['bitsandbytes']}")
-        for name in store.entries:
-            if any(mark in name for mark in _BITSANDBYTES):
-                raise CheckpointError(f"{store.root}: tensor {name!r} is bitsandbytes': refused: {REASONS['bitsandbytes']}")
+        text = "\n".join(store.entries)
+        if any(mark in text for mark in _BITSANDBYTES):
+            name = next(n for n in store.entries if any(mark in n for mark in _BITSANDBYTES))
+            raise CheckpointError(f"{store.root}: tensor {name!r} is bitsandbytes': refused: {REASONS['bitsandbytes']}")
         return None
 
     def plan(self, plan: Plan) -> None:

@@ -7,6 +7,7 @@ is parsed here: 8 bytes little-endian length, JSON, then the data. Nothing is re
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -154,33 +155,43 @@ class SafetensorsFile:
             raise self._error(f"has {have - position} bytes after the last tensor; header describes {position}, file has {have}")
 
     def _entry(self, name: str, value: Any) -> Entry:
-        if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-            raise self._error(f"corrupt header: tensor {name!r} needs exactly dtype, shape and data_offsets")
-        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-        bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-        if bits is None:
-            raise self._error(f"tensor {name!r} has dtype {dtype!r}; need one of {', '.join(DTYPE_BITS)}")
-        if not isinstance(shape, list) or len(shape) > 64:
-            raise self._error(f"corrupt header: tensor {name!r} has shape {str(shape)[:80]}; need a list of sizes")
-        numel = 1
-        for n in shape:
-            if type(n) is not int or n < 0 or n >= 1 << 63:
-                raise self._error(
-                    f"corrupt header: tensor {name!r} has size {str(n)[:40]!r} in its shape; need integers from 0 to 2^63 - 1"
-                )
-            numel *= n
-        if not isinstance(offsets, list) or len(offsets) != 2 or any(type(o) is not int for o in offsets):
-            raise self._error(f"corrupt header: tensor {name!r} has data_offsets {str(offsets)[:80]}; need [begin, end]")
-        begin, end = offsets
-        if not 0 <= begin <= end:
-            raise self._error(f"corrupt header: tensor {name!r} has data_offsets {str(offsets)[:80]}; need 0 <= begin <= end")
-        if numel * bits != (end - begin) * 8:
-            raise self._error(
-                f"tensor {name!r} says {dtype} {shape} ({numel * bits / 8:g} bytes) but its data_offsets hold {end - begin} bytes"
-            )
-        if bits == 4 and shape and shape[-1] % 2:
-            raise self._error(f"tensor {name!r} is F4 with an odd last dimension {shape[-1]}; two codes share a byte")
+        """The checked Entry. The usual case is decided here, quickly; ``_explain`` finds the words for the others."""
+        try:
+            dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+            bits = DTYPE_BITS[dtype]
+            numel = 1
+            for n in shape:
+                if type(n) is not int or n < 0 or n >= 1 << 63:
+                    raise ValueError
+                numel *= n
+            good = type(begin) is int and type(end) is int and 0 <= begin <= end and numel * bits == (end - begin) * 8
+            if not good or len(value) != 3 or type(shape) is not list or len(shape) > 64 or (bits == 4 and shape and shape[-1] % 2):
+                raise ValueError
+        except (TypeError, KeyError, ValueError):
+            raise self._explain(name, value) from None
         return Entry(name, dtype, tuple(shape), begin, end)
+
+    def _explain(self, name: str, value: Any) -> CheckpointError:
+        """What is wrong with the header's entry of one tensor."""
+        where = f"corrupt header: tensor {name[:200]!r}"
+        if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+            return self._error(f"{where} needs exactly dtype, shape and data_offsets")
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+            return self._error(f"tensor {name[:200]!r} has dtype {str(dtype)[:40]!r}; need one of {', '.join(DTYPE_BITS)}")
+        if not isinstance(shape, list) or len(shape) > 64 or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+            return self._error(f"{where} has shape {str(shape)[:80]}; need a list of at most 64 integers from 0 to 2^63 - 1")
+        whole = isinstance(offsets, list) and len(offsets) == 2 and all(type(o) is int for o in offsets)
+        if not whole or not 0 <= offsets[0] <= offsets[1]:
+            return self._error(f"{where} has data_offsets {str(offsets)[:80]}; need [begin, end] with 0 <= begin <= end")
+        bits = DTYPE_BITS[dtype]
+        if bits == 4 and shape and shape[-1] % 2:
+            return self._error(f"tensor {name[:200]!r} is F4 with an odd last dimension {shape[-1]}; two codes share a byte")
+        size = math.prod(shape) * bits
+        return self._error(
+            f"tensor {name[:200]!r} says {dtype} {str(shape)[:80]}, {str(size // 8)[:40]} bytes, "
+            f"but its data_offsets hold {offsets[1] - offsets[0]} bytes"
+        )
 
     def _mapped(self, fileno: int) -> mmap.mmap:
         try:
