@@ -53,7 +53,12 @@ WRITTEN = [
 ]
 
 
-def check_written(preset: str, format: str, c: dict[str, Any], key: str) -> int:
+def check_files(preset: str | Recipe, prefix: str, format: str) -> int:
+    """Compares every weight of a case; returns the bytes of codes compared."""
+    return sum(check_written(preset, format, case(key), key) for key in keys(prefix))
+
+
+def check_written(preset: str | Recipe, format: str, c: dict[str, Any], key: str) -> int:
     g = c.get("g", torch.tensor(1.0)) if format == "nvfp4" and "gs" not in c else None
     q = fp4.quantize(c["x"], format, preset, global_scale=g, encode_scale=c.get("gs"))
     assert_same_bytes(q.scale, c["scale"], name=f"{preset}: scales of {key}")
@@ -63,8 +68,7 @@ def check_written(preset: str, format: str, c: dict[str, Any], key: str) -> int:
 
 @pytest.mark.parametrize(("preset", "prefix", "format"), WRITTEN)
 def test_bytes_of_the_librarys_own_files(preset: str, prefix: str, format: str) -> None:
-    compared = sum(check_written(preset, format, case(key), key) for key in keys(prefix))
-    assert compared >= 2048
+    assert check_files(preset, prefix, format) >= 2048
 
 
 @pytest.mark.parametrize(("preset", "prefix", "format"), WRITTEN)
@@ -74,8 +78,7 @@ def test_another_preset_does_not_give_these_bytes(preset: str, prefix: str, form
     tie = "away" if own.tie != "away" else "even"
     wrong = own.replace(tie=tie) if format != "nvfp4" else own.replace(scale_max=256.0, elem_max=4.0)
     with pytest.raises(AssertionError):
-        for key in keys(prefix):
-            check_written(wrong, format, case(key), key)  # type: ignore[arg-type]
+        check_files(wrong, prefix, format)
 
 
 def test_every_weight_of_the_complete_files(oracles: Path) -> None:

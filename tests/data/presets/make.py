@@ -2,7 +2,8 @@
 
 ``vendor_bytes.npz``: per case ``NAME/x`` (the i of ``x/i``, bf16 bits), ``codes``, ``scale`` (plain order), ``g`` or ``gs``.
 ``edge_cases.json``: the libraries' answers to ties, signed zero, zero and tiny blocks, and the MX scale byte for 36 block maxima.
-``flashinfer_exact.npz`` was written by FlashInfer 0.7.4's ``batch_invariant`` CPU references from its ``x``.
+``flashinfer_dequant_h200.npz`` is two shapes of the vendor file of that name. ``flashinfer_exact.npz``
+was written by FlashInfer 0.7.4's ``batch_invariant`` CPU references from its ``x``.
 """
 
 from __future__ import annotations
