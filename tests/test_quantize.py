@@ -141,7 +141,10 @@ def test_default_recipe_against_float64(fmt: Format) -> None:
     """Scale byte and codes recomputed in float64 with ml_dtypes' rounding: the rule itself, not a second copy of the code."""
     import ml_dtypes
 
-    x = torch.cat((tie_aimed((64, 128), fmt, 3), randn(64, 128, seed=4))).to(torch.bfloat16)
+    x = randn(64, 128, seed=4)
+    if fmt.scale.name == "ue8m0":  # exact for ties too; elsewhere a tie is decided by the float32 rounding of 1 / (d * g)
+        x = torch.cat((tie_aimed((64, 128), fmt, 3), x))
+    x = x.to(torch.bfloat16)
     q = fp4.quantize(x, fmt)
     blocks = x.double().numpy().reshape(-1, fmt.block)
     amax = np.abs(blocks).max(-1)
@@ -154,7 +157,7 @@ def test_default_recipe_against_float64(fmt: Format) -> None:
         scale = near * g if near is not None else fp4.ref.codes.decode_ue5m3(q.scale).double().numpy().reshape(-1)
     got = torch.tensor(fmt.scale.values)[q.scale.int()].double().numpy().reshape(-1) * g
     same = got == scale
-    assert same.mean() > 0.95  # tie-aimed blocks are powers of two apart, many on an e4m3 tie, where one float32 rounding decides
+    assert same.mean() > 0.99  # a float32 product may fall on the other side of an e4m3 tie
     np.testing.assert_allclose(got, scale, rtol=2.0**-3, atol=2.0**-9 * g)  # one code, also below 2^-6
     kind = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn}[fmt.elem.name]
     top = fmt.elem.max
