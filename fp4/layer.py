@@ -46,8 +46,9 @@ def moe(
 ) -> torch.Tensor:
     """``y[t] = sum_s topk_weights[t, s] * expert[topk_ids[t, s]](x[t])``.
 
-    x [t, hidden]; topk_ids int [t, s], global ids: an id whose expert is not here adds zero; topk_weights floating [t, s].
-    On a CPU and under FP4_STRICT ids outside [0, experts) are refused; otherwise such an id adds zero, it never reads out of bounds.
+    x [t, hidden]; topk_ids int [t, s], global ids: an id whose expert is not here adds zero, and so does any other id outside
+    [0, experts); -1 is the usual one for "no expert". topk_weights floating [t, s]. No id reads out of bounds. Under FP4_STRICT an
+    id outside [-1, experts) is refused.
     """
     if type(ex) is not PreparedMoE:
         raise _not_prepared("moe", ex, "fp4.prepare_moe(w13, w2, ...)")
@@ -99,11 +100,11 @@ def _moe(x: torch.Tensor, ex: PreparedMoE, ids: torch.Tensor, weights: torch.Ten
         raise FormatMismatch(f"moe: topk_ids on {ids.device}, topk_weights on {weights.device}, x on {x.device}; move them to one device")
     if not x.shape[0] or not ids.shape[1]:
         return x.new_zeros((x.shape[0], hidden), dtype=out_dtype)
-    if x.device.type == "cpu" or env.strict():
-        bad = (ids < 0) | (ids >= experts)
+    if env.strict():
+        bad = (ids < -1) | (ids >= experts)
         if bool(bad.any()):
             t, s = (int(i) for i in bad.nonzero()[0])
-            raise FormatMismatch(f"moe: topk_ids[{t}, {s}] is {int(ids[t, s])}; need 0 <= id < {experts}, the number of experts")
+            raise FormatMismatch(f"moe: topk_ids[{t}, {s}] is {int(ids[t, s])}; need 0 <= id < {experts}, the number of experts, or -1 for none")
     call = ex._call or ex.bind()  # type: ignore[attr-defined]
     if weights.dtype != torch.float32:
         weights = weights.float()

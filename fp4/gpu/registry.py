@@ -69,8 +69,8 @@ class Choice:
 
     def __str__(self) -> str:
         if isinstance(self.verdict, Ok):
-            return f"{self.name:16s} rank {self.verdict.rank:<3d} {self.verdict.note}".rstrip()
-        return f"{self.name:16s} no       {self.verdict.reason}"
+            return f"{self.name:18s} rank {self.verdict.rank:<3d} {self.verdict.note}".rstrip()
+        return f"{self.name:18s} no       {self.verdict.reason}"
 
 
 class Ranking(list[Choice]):

@@ -1,0 +1,92 @@
+"""The documentation runs: Python blocks execute, and a text block right after one is exactly what it printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SAMPLES = ROOT / "tests" / "data" / "checkpoints"
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
+
+
+def _blocks(page: Path) -> list[tuple[str, str, bool]]:
+    """(language, text, follows the block before with nothing but blank lines between)."""
+    text, out, end = page.read_text(), [], 0
+    for found in FENCE.finditer(text):
+        out.append((found[1], found[2], not text[end : found.start()].strip()))
+        end = found.end()
+    return out
+
+
+def _pages_with(language: str) -> list[Path]:
+    return [p for p in PAGES if any(b[0] == language for b in _blocks(p))]
+
+
+@pytest.mark.parametrize("page", _pages_with("python"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One namespace a page; the sample checkpoints are where the repository has them."""
+    shutil.copytree(SAMPLES, tmp_path / "tests" / "data" / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    space: dict[str, object] = {"__name__": "__docs__"}
+    printed: str | None = None
+    compared = 0
+    for language, text, adjacent in _blocks(page):
+        if language == "python":
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(text, str(page), "exec"), space)
+            printed = out.getvalue()
+        elif language == "text" and adjacent and printed is not None:
+            assert printed.rstrip() == text.rstrip(), f"{page.name}: the block prints something else than the page shows"
+            compared += 1
+            printed = None
+    if page.name == "README.md":
+        assert compared, "the first example of the README shows its output"
+
+
+@pytest.mark.parametrize("page", _pages_with("console"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_console_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines ``$ fp4 ...`` run and succeed; other commands are for the reader."""
+    shutil.copytree(SAMPLES, tmp_path / "tests" / "data" / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    for language, text, _ in _blocks(page):
+        if language != "console":
+            continue
+        for line in text.splitlines():
+            if line.startswith("$ fp4 "):
+                assert main(shlex.split(line)[2:]) == 0, (line, capsys.readouterr().err)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra 'docs')")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "index.html").is_file()
+
+
+def test_readme_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text
+
+
+def test_links_between_pages_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: link to {target}"
