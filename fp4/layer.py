@@ -104,7 +104,7 @@ def _moe(x: torch.Tensor, ex: PreparedMoE, ids: torch.Tensor, weights: torch.Ten
         bad = (ids < -1) | (ids >= experts)
         if bool(bad.any()):
             t, s = (int(i) for i in bad.nonzero()[0])
-            raise FormatMismatch(f"moe: topk_ids[{t}, {s}] is {int(ids[t, s])}; need 0 <= id < {experts}, the number of experts, or -1 for none")
+            raise FormatMismatch(f"moe: topk_ids[{t}, {s}] is {int(ids[t, s])}; need 0 <= id < {experts}, or -1 for none")
     call = ex._call or ex.bind()  # type: ignore[attr-defined]
     if weights.dtype != torch.float32:
         weights = weights.float()
