@@ -98,27 +98,30 @@ def picture(layout: Layout, shape: Sequence[int] | None = None, limit: int = 32)
 
 
 def _colour(fraction: float) -> str:
-    """Storage order from pale yellow through green to dark blue; readable without colour too, the number is printed."""
-    stops = ((255, 247, 188), (120, 198, 121), (34, 94, 168))
+    """Storage order from pale yellow through green to blue, three hex digits; readable without colour too, the number is printed."""
+    stops = ((15, 15, 11), (8, 13, 8), (3, 7, 12))
     i = 0 if fraction < 0.5 else 1
     f = fraction * 2 - i
-    return "#" + "".join(f"{round(a + (b - a) * f):02x}" for a, b in zip(stops[i], stops[i + 1], strict=True))
+    return "#" + "".join(f"{round(a + (b - a) * f):x}" for a, b in zip(stops[i], stops[i + 1], strict=True))
 
 
-def svg(layout: Layout, shape: Sequence[int] | None = None, limit: int = 32) -> str:
-    """One cell a unit, at most ``limit`` x ``limit``; colour and label are the storage offset."""
-    (rows, cols), grid = _grid(layout, shape, limit)
-    w, h, top = 7 + 6 * len(str(int(grid.max()))), 15, 18
+def svg(layout: Layout, shape: Sequence[int] | None = None, limit: int | tuple[int, int] = 32) -> str:
+    """One cell a unit, at most ``limit`` rows and columns; colour and label are the storage offset."""
+    limits = (limit, limit) if isinstance(limit, int) else limit
+    (rows, cols), grid = _grid(layout, shape, max(limits))
+    grid = grid[: limits[0], : limits[1]]
+    w, h, top = 8 + 6 * len(str(int(grid.max()))), 14, 30
     n = max(rows * cols - 1, 1)
+    part = ", part" if rows > limits[0] or cols > limits[1] else ""
+    width = max(w * grid.shape[1] + 2, 6 * len(layout.spec) + 8)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{w * grid.shape[1] + 2}" height="{h * grid.shape[0] + top + 2}" '
-        f'font-family="monospace" font-size="9" text-anchor="middle">',
-        f'<text x="2" y="12" text-anchor="start" font-size="10">{layout.name}: {layout.spec.replace("->", "&#8594;")}'
-        f" ({rows} x {cols} {layout.unit}s{', part' if max(rows, cols) > limit else ''})</text>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{h * grid.shape[0] + top + 2}" font-family="monospace" '
+        f'font-size="9" text-anchor="middle"><defs><path id="c" d="M0 0h{w - 1}v{h - 1}h{1 - w}z"/></defs>',
+        f'<g text-anchor="start" font-size="10"><text x="2" y="11">{layout.name} ({rows} x {cols} {layout.unit}s{part})</text>'
+        f'<text x="2" y="24">{layout.spec.replace("->", "&#8594;")}</text></g>',
     ]
     for i, line in enumerate(grid.tolist()):
-        for j, v in enumerate(line):
-            x, y, dark = 1 + j * w, top + i * h, v / n > 0.7
-            parts.append(f'<path d="M{x} {y}h{w - 1}v{h - 1}h{1 - w}z" fill="{_colour(min(v / n, 1.0))}"/>')
-            parts.append(f'<text x="{x + w // 2}" y="{y + 10}"{" fill=" + chr(34) + "#fff" + chr(34) if dark else ""}>{v}</text>')
+        y = top + i * h
+        parts += [f'<use href="#c" x="{1 + j * w}" y="{y}" fill="{_colour(min(v / n, 1.0))}"/>' for j, v in enumerate(line)]
+        parts += [f'<text x="{1 + j * w + w // 2}" y="{y + 10}">{v}</text>' for j, v in enumerate(line)]
     return "\n".join([*parts, "</svg>\n"])

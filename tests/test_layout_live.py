@@ -133,6 +133,8 @@ def swizzled(layout: str, x: torch.Tensor, **parameters: Any) -> torch.Tensor:
         pytest.skip(f"this generation has no {layout}")
     data = x.transpose(-1, -2)
     wrapped = api.wrap_torch_tensor(data, dtype=api.FP4) if "Value" in layout else api.wrap_torch_tensor(data)
+    if "CDNA4" in layout and not hasattr(cls, "make_transformation") and (x.shape[1] % 32 or x.shape[2] % 8):
+        pytest.skip("generations A and B do not pad CDNA4 scales")
     fields = getattr(cls, "__dataclass_fields__", {})
     if hasattr(cls, "make_transformation"):
         made = cls(mx_axis=-2, **parameters) if "mx_axis" in fields else cls(**parameters)
