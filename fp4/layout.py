@@ -244,6 +244,8 @@ class Layout(Orders):
                 )
             padded.append(up)
             free.append(up // math.prod(a.size or 1 for a in self.axes if a.dim == d) if has_free else 1)
+        if math.prod(size[:-2]) * padded[0] * padded[1] >= 2**63:
+            raise LayoutError(f"{self._where}: shape {list(size)} has 2^63 {self.unit}s or more, beyond 64-bit offsets")
         return Geometry(size[:-2], *logical, padded[0], padded[1], (free[0], free[1]))
 
     def extents(self, shape: Sequence[int]) -> tuple[int, int]:
@@ -409,11 +411,11 @@ class Layout(Orders):
 
         return layout_doc.picture(self, shape)
 
-    def svg(self, shape: Sequence[int] | None = None) -> str:
-        """The picture as SVG: cell (m, k) is labelled with its storage offset and coloured by it."""
+    def svg(self, shape: Sequence[int] | None = None, limit: tuple[int, int] = (32, 16)) -> str:
+        """The picture as SVG, at most ``limit`` rows and columns: cell (m, k) is labelled with its storage offset and coloured by it."""
         from fp4 import layout_doc
 
-        return layout_doc.svg(self, shape)
+        return layout_doc.svg(self, shape, limit)
 
     def __str__(self) -> str:
         return self.name

@@ -367,6 +367,7 @@ BAD = [
     (lambda: fp4.layouts["sf_128x4"].shard(2, 2, (256, 4)), "need dim 0"),
     (lambda: fp4.layouts["sf_128x4"].shard(0, 0, (256, 4)), "n >= 1"),
     (lambda: fp4.layouts["sf_128x4"].padded((-1, 4)), r"shape is \[-1, 4\]"),
+    (lambda: fp4.layouts["sf_128x4"].nbytes((2**40, 2**40)), r"2\^63 bytes or more, beyond 64-bit offsets"),
     (lambda: Layout("fixed", "m4 k4 -> k4 m4").apply(np.zeros((8, 4), np.uint8)), "need exactly 4"),
     (lambda: Layout("w", "m k -> m k", word=tuple(range(32))).apply(np.zeros((3, 3), np.uint8)), "not whole 32-bit words"),
     (lambda: Chain([]), "need at least one"),

@@ -65,7 +65,7 @@ def _row(layout: Any) -> dict[str, Any]:
         "unit": layout.unit,
         "word": list(layout.word) if layout.word else None,
         "multiple": list(layout.multiple),
-        "pads": [p is not None for p in pads],
+        "pads": ["yes" if p is not None else "no" for p in pads],
         "fill": layout.fill,
         "origin": layout.origin,
         "holds": layout.holds,
@@ -83,7 +83,7 @@ def list_(json: Json = False) -> None:
         return
     cells = []
     for r in rows:
-        pad = ",".join(f"{n}{'' if p else '!'}" for n, p in zip(r["multiple"], r["pads"], strict=True))
+        pad = ",".join(f"{n}{'' if p == 'yes' else '!'}" for n, p in zip(r["multiple"], r["pads"], strict=True))
         extra = (
             (" nibbles" if r["unit"] == "nibble" else "") + (" +word" if r["word"] else "") + (f" fill {r['fill']:#x}" if r["fill"] else "")
         )
