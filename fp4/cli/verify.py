@@ -27,7 +27,7 @@ def _activation_scales(a: Any, b: Any, tolerance: float) -> str | None:
     """What differs when both tensors carry a calibrated activation scale; a missing one is no difference."""
     if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor) or a.input_scale is None or b.input_scale is None:
         return None
-    x, y = torch.broadcast_tensors(a.input_scale, b.input_scale)
+    x, y = torch.broadcast_tensors(a.input_scale, b.input_scale)  # type: ignore[no-untyped-call]
     same, what = compare(x, y, tolerance)
     return None if same else f"input_scale: {what}"
 

@@ -115,9 +115,10 @@ def _encodes(names: tuple[str, ...], t: torch.Tensor, backward: bool = False) ->
 
     for name in reversed(names) if backward else names:
         step = encode.get(name)
-        if backward and step.inverse is None:
+        way: Any = step.inverse if backward else step.forward
+        if way is None:
             raise LayoutError(f"restore: encode {name!r} has no inverse; keep the checkpoint tensor")
-        t = step.inverse(t) if backward else step.forward(t)
+        t = way(t)
     return t
 
 
