@@ -26,6 +26,7 @@ follow from the line.
 
 ```python
 import numpy as np, fp4
+
 L = fp4.layouts["sf_128x4"]  # (mo m4 m32) (ko k4) -> mo ko m32 m4 k4
 x = np.arange(130 * 6, dtype=np.uint8).reshape(130, 6)
 y = L.apply(x)  # u8 [nbytes], padded with fill
