@@ -344,8 +344,8 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Prepared
     cls: Any = {"Prepared": Prepared, "PreparedMoE": PreparedMoE}[about["class"]]
     target = torch.device(device) if device is not None else _default_device(problem.device)
     here = Device.of(target)
-    if here.same_target(problem.device):
-        problem = replace(problem, device=here)
+    # index -1: a device of another kind than this one, elsewhere; None would say "injected", which tests and explain use
+    problem = replace(problem, device=here if here.same_target(problem.device) else replace(problem.device, index=-1))
     layouts = {n: Stored.from_json(s) for n, s in about["layouts"].items()}
     logical = {n: _Logical.from_json(s) for n, s in about["logical"].items()}
     p: Prepared | PreparedMoE = cls(

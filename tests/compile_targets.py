@@ -1,0 +1,142 @@
+"""Compiles our Triton kernels for one architecture without a GPU: ``python compile_targets.py 90``. One JSON line a kernel.
+
+Runs in a process of its own because Triton's interpreter, which the other tests turn on, is chosen when a kernel is decorated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fp4 import layouts, recipe
+from fp4.formats import MXFP4, NVFP4
+from fp4.gpu.kernels import permute
+from fp4.gpu.kernels.block_scaled import block_scaled
+from fp4.ref import triton_quantize
+from fp4.ref.triton_matmul import _product
+
+ARCH = int(sys.argv[1])
+WORDS = ("tcgen05.mma", "block_scale", "mma.sync", "wgmma.mma_async", "kind::mxf4nvf4", "kind::mxf4")
+
+
+def compile(fn: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+    """``types``: name -> Triton type of every run-time argument. Pointers and strides are taken as aligned to 16."""
+    names = list(fn.arg_names)
+    signature = {n: types.get(n, "constexpr") for n in names}
+    values = {(names.index(n),): v for n, v in constants.items()}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*") or n in ("K", "N")}
+    return triton.compile(ASTSource(fn, signature, values, aligned), target=GPUTarget("cuda", ARCH, 32), options=options)
+
+
+def product(x: str, scale: str, block: int, grouped: bool, dot: Any) -> Any:
+    types = {
+        "x": x, "codes": "*u8", "scale": "*u8", "global_scale": "*fp32", "bias": "*fp32", "y": "*fp32", "order": "*i32",
+        "tile_expert": "*i32", "tile_row": "*i32", "segment_end": "*i32", "M": "i32", "N": "i32", "K": "i32", "x_row": "i32",
+        "x_col": "i32",
+    }  # fmt: skip
+    constants = {
+        "GROUPED": grouped, "GATHER": 4 if grouped else 0, "SCATTER": grouped, "HAS_BIAS": True, "SCALE": scale, "BLOCK": block, "DOT": dot,
+        "BM": 64, "BN": 64, "BB": 32,
+    }  # fmt: skip
+    return compile(_product, types, constants)
+
+
+def scaled(block: int) -> Any:
+    scale = "*fp8e4nv" if block == 16 else "*u8"
+    types = {
+        "x_ptr": "*u8", "xs_ptr": scale, "w_ptr": "*u8", "ws_ptr": scale, "alpha_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        "M": "i32", "N": "i32", "K": "i32",
+    }  # fmt: skip
+    return compile(block_scaled, types, {"BLOCK": block, "HAS_BIAS": True, "BM": 128, "BN": 128, "BK": 128}, num_warps=4)
+
+
+class _Driver:
+    """An active device that is not there: what a launch asks of the driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", ARCH, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def launched(host: Any) -> Any:
+    """The kernel that ``host()`` would launch, compiled: its launches become warm-ups, so CPU tensors do."""
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def warm(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernels.append(kernel.result() if hasattr(kernel, "result") else kernel)
+        return kernels[-1]
+
+    driver.set_active(_Driver())
+    JITFunction.run = warm
+    try:
+        host()
+    finally:
+        JITFunction.run = run
+    assert len(kernels) == 1, f"one launch, got {len(kernels)}"
+    return kernels[0]
+
+
+def quantize(fmt: Any, dtype: torch.dtype) -> Any:
+    x = torch.zeros((256, 512), dtype=dtype)
+    return launched(lambda: triton_quantize.quantize_blocks(x, fmt, recipe.get("default"), None if fmt is MXFP4 else torch.ones(())))
+
+
+def dequantize(fmt: Any) -> Any:
+    codes, scale = torch.zeros((256, 256), dtype=torch.uint8), torch.zeros((256, 512 // fmt.block), dtype=torch.uint8)
+    g = torch.ones(()) if fmt.tensor_scale else None
+    return launched(lambda: triton_quantize.dequantize_blocks(codes, scale, g, fmt, torch.bfloat16))
+
+
+def permuted(name: str, inverse: bool = False) -> Any:
+    layout, shape = layouts.get(name), (256, 256)
+    if inverse:
+        return launched(lambda: permute.invert(layout, torch.zeros(layout.nbytes(shape), dtype=torch.uint8), shape))
+    return launched(lambda: permute.apply(layout, torch.zeros(shape, dtype=torch.uint8)))
+
+
+CASES: dict[str, Any] = {
+    "quantize nvfp4 bf16": lambda: quantize(NVFP4, torch.bfloat16),
+    "quantize mxfp4 fp16": lambda: quantize(MXFP4, torch.float16),
+    "dequantize nvfp4": lambda: dequantize(NVFP4),
+    "permute sf_128x4": lambda: permuted("sf_128x4"),
+    "permute hopper_value_v3": lambda: permuted("hopper_value_v3"),
+    "permute back sf_128x4": lambda: permuted("sf_128x4", inverse=True),
+    "plain dense bf16 nvfp4": lambda: product("*bf16", "e4m3", 16, False, triton.language.bfloat16),
+    "plain grouped bf16 mxfp4": lambda: product("*bf16", "ue8m0", 32, True, triton.language.bfloat16),
+    "plain dense fp32 amdfp4": lambda: product("*fp32", "ue5m3", 16, False, triton.language.float32),
+}
+if ARCH in (100, 120):
+    CASES |= {"block scaled nvfp4": lambda: scaled(16), "block scaled mxfp4": lambda: scaled(32)}
+
+for name, build in CASES.items():
+    try:
+        kernel = build()
+        ptx = kernel.asm["ptx"]
+        found = {"cubin": len(kernel.asm["cubin"]), "words": [w for w in WORDS if w in ptx], "shared": kernel.metadata.shared}
+    except Exception as e:
+        found = {"error": f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"}
+    print(json.dumps({"case": name, **found}), flush=True)

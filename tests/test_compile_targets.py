@@ -1,0 +1,47 @@
+"""Our Triton kernels compile to machine code for every architecture that we claim, without a GPU, with the installed Triton."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton  # noqa: F401  (marks this file for the oldest supported Triton as well)
+
+HERE = Path(__file__).parent
+#: the tensor-core instruction that the plain products must reach where bf16 operands meet
+TENSOR_CORE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+
+
+@functools.cache
+def compiled(arch: int) -> dict[str, dict[str, object]]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(HERE / "compile_targets.py"), str(arch)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {line.pop("case"): line for line in lines}
+
+
+@pytest.mark.parametrize("arch", list(TENSOR_CORE))
+def test_every_kernel_reaches_machine_code(arch: int) -> None:
+    kernels = compiled(arch)
+    assert not {name: k["error"] for name, k in kernels.items() if "error" in k}
+    assert len(kernels) >= 9
+    for name in ("plain dense bf16 nvfp4", "plain grouped bf16 mxfp4"):
+        assert TENSOR_CORE[arch] in kernels[name]["words"], (name, kernels[name])
+    limit = {86: 101376, 89: 101376, 120: 101376, 80: 166912}.get(arch, 232448)
+    assert max(int(str(k["shared"])) for k in kernels.values()) <= limit
+
+
+@pytest.mark.parametrize("kernel", ["block scaled nvfp4", "block scaled mxfp4"])
+@pytest.mark.parametrize("arch", [100, 120])
+def test_block_scaled_product_uses_the_block_scaled_instruction(arch: int, kernel: str) -> None:
+    words = compiled(arch)[kernel]["words"]
+    assert {"tcgen05.mma" if arch == 100 else "mma.sync", "block_scale"} <= set(words), words
+    assert "kind::mxf4nvf4" in words or "mxfp4" in kernel, words

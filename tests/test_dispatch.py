@@ -1,0 +1,249 @@
+"""Which backend, and why not the others: a table over capabilities with injected devices, forced and disabled backends, outside backends.
+
+What is installed must not matter, so the vendor libraries are answered for: each is once taken as present and once as missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp4
+from fp4.gpu import registry
+from fp4.gpu.backends import reference, triton
+from fp4.gpu.backends import triton_kernels as tk
+from fp4.gpu.device import SM8X, SM90, SM100, SM120, Capability, Device
+from fp4.gpu.problem import Problem
+from fp4.gpu.registry import No, Ok
+
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+
+
+class Shim:
+    """Answers for an installed triton_kernels of a generation."""
+
+    pad_n, pad_k = 64, 64
+
+    def __init__(self, generation: str) -> None:
+        self.found = types.SimpleNamespace(generation=generation)
+        self.nvfp4, self.tensor_scale = generation in "CD", generation == "D"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("FP4_BACKEND", "FP4_DISABLE", "FP4_STRICT"):
+        monkeypatch.delenv(name, raising=False)
+    registry.reset()
+    yield
+    registry.reset()
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Restrict the registry to our three backends, with triton_kernels of a generation, or without."""
+
+    def use(generation: str | None, **more: Any) -> None:
+        modules = {"reference": reference, "triton": triton, "triton_kernels": tk, **more}
+        monkeypatch.setattr(registry, "_discover", lambda: iter(modules.items()))
+        monkeypatch.setattr(tk, "_shim", lambda: tk.Missing("not installed") if generation is None else Shim(generation))
+        monkeypatch.setattr(tk, "probe", lambda: No("not installed") if generation is None else Ok(note=f"generation {generation}"))
+        registry.reset()
+
+    return use
+
+
+def problem(cc: tuple[int, int] | None, op: str = "moe", fmt: str = "mxfp4", **more: Any) -> Problem:
+    sizes: dict[str, Any] = {"n": 2880, "k": 2880} if op == "matmul" else {"experts": 32, "hidden": 2880, "intermediate": 2880}
+    if op == "moe":
+        sizes |= {"activation": fp4.SwiGLU(), "gate_up": "interleaved"}
+    return Problem(op=op, format=fmt, device=Device.of("cpu") if cc is None else Device.fake(cc), **{**sizes, **more})
+
+
+#: capability -> best backend for an MXFP4 MoE with triton_kernels installed | without | for an NVFP4 MoE with generation M
+TABLE = {
+    None: ("reference", "reference", "reference"),
+    (7, 5): ("reference", "reference", "reference"),
+    (8, 0): ("triton", "triton", "triton"),
+    (8, 6): ("triton", "triton", "triton"),
+    (8, 9): ("triton", "triton", "triton"),
+    (9, 0): ("triton_kernels", "triton", "triton"),
+    (10, 0): ("triton", "triton", "triton"),
+    (10, 3): ("triton", "triton", "triton"),
+    (11, 0): ("triton", "triton", "triton"),
+    (12, 0): ("triton", "triton", "triton"),
+    (12, 1): ("triton", "triton", "triton"),
+}
+
+
+@pytest.mark.parametrize("cc", list(TABLE))
+def test_table_of_capabilities(only: Any, monkeypatch: pytest.MonkeyPatch, cc: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(triton, "_interpreted", lambda: False)
+    with_it, without, nvfp4 = TABLE[cc]
+    only("M")
+    assert registry.rank(problem(cc)).best == with_it
+    assert registry.rank(problem(cc, fmt="nvfp4")).best == nvfp4
+    only(None)
+    ranking = registry.rank(problem(cc))
+    assert ranking.best == without
+    for choice in ranking:  # every line says something
+        assert choice.verdict.note if isinstance(choice.verdict, Ok) else len(choice.verdict.reason) > 10, choice
+
+
+REASONS = {
+    (7, 5): "not in its list",
+    (10, 0): "Blackwell path",
+    (11, 0): "not in its list",
+    (12, 0): "shared memory",
+    (12, 1): "shared memory",
+    None: "needs an NVIDIA GPU",
+}
+
+
+@pytest.mark.parametrize("cc", list(REASONS))
+def test_triton_kernels_says_why_not(only: Any, cc: tuple[int, int] | None) -> None:
+    only("D")
+    verdict = registry.verdict("triton_kernels", problem(cc))
+    assert isinstance(verdict, No)
+    assert REASONS[cc] in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("generation", "more", "word"),
+    [
+        ("M", {"fmt": "nvfp4"}, "no NVFP4"),
+        ("C", {"fmt": "nvfp4", "global_scales": "expert"}, "per-expert global scale"),
+        ("D", {"act_dtype": torch.float16}, "bfloat16"),
+        ("D", {"act": "mxfp8"}, "act='mxfp8'"),
+        ("D", {"hidden": 2888}, "not a multiple of the block 32"),
+        ("D", {"fmt": "amdfp4"}, "takes MXFP4 and NVFP4"),
+    ],
+)
+def test_triton_kernels_refuses_what_its_generation_cannot_do(only: Any, generation: str, more: dict[str, Any], word: str) -> None:
+    only(generation)
+    verdict = registry.verdict("triton_kernels", problem((9, 0), **more))
+    assert isinstance(verdict, No)
+    assert word in verdict.reason
+
+
+def test_sizes_may_be_unknown() -> None:
+    for op in ("matmul", "moe"):
+        ranking = registry.rank(Problem(op=op, format="mxfp4", device=Device.fake((9, 0))))
+        assert ranking.best is not None
+
+
+def test_capabilities_are_names_and_have_no_order() -> None:
+    with pytest.raises(TypeError, match="not ordered"):
+        assert Capability(12, 1) >= Capability(10, 0)
+    with pytest.raises(TypeError, match="not ordered"):
+        assert Capability(8, 0) < Capability(9, 0)
+    assert Capability(9, 0) == (9, 0)
+    assert (12, 1) not in SM100
+    assert not SM8X & SM90
+    assert not SM100 & SM120
+    assert str(Device.fake((12, 1))) == "SM121"
+    assert Device.of("sm103").cc == (10, 3)
+
+
+# ---- forcing and excluding -----------------------------------------------------------------------------------------------------
+
+
+def weight() -> fp4.QuantizedTensor:
+    return fp4.quantize(torch.arange(32 * 64, dtype=torch.float32).view(32, 64) % 13 - 6, "mxfp4")
+
+
+def test_forced_backend_is_used_or_raises_its_reason(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(None)
+    assert fp4.prepare(weight(), "reference").backend == "reference"
+    with pytest.raises(fp4.BackendUnavailable, match="'triton_kernels' cannot be used: not installed"):
+        fp4.prepare(weight(), "triton_kernels")
+    with pytest.raises(fp4.BackendUnavailable, match="no such backend; known: reference"):
+        fp4.prepare(weight(), "tritn")
+    only("B")
+    with pytest.raises(fp4.Unsupported, match="needs an NVIDIA GPU") as e:
+        fp4.prepare(weight(), "triton_kernels")
+    assert set(e.value.reasons) == {"triton_kernels"}
+    monkeypatch.setenv("FP4_BACKEND", "triton_kernels")
+    with pytest.raises(fp4.Unsupported, match="FP4_BACKEND='triton_kernels' cannot serve"):
+        fp4.prepare(weight())
+    assert fp4.prepare(weight(), "reference").backend == "reference"  # an argument beats the environment
+
+
+def test_disabled_backends(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("B")
+    monkeypatch.setenv("FP4_DISABLE", "triton_kernels, triton")
+    assert registry.rank(problem((9, 0))).best == "reference"
+    monkeypatch.setenv("FP4_DISABLE", "reference,triton,triton_kernels")
+    with pytest.raises(fp4.Unsupported, match="disabled by FP4_DISABLE") as e:
+        fp4.prepare(weight())
+    assert set(e.value.reasons) == {"reference", "triton", "triton_kernels"}
+    with pytest.raises(fp4.Unsupported, match="disabled by FP4_DISABLE"):
+        fp4.prepare(weight(), "reference")
+
+
+def test_numbers_do_not_depend_on_the_environment(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(None)
+    x, w = torch.randn(3, 64), fp4.prepare(weight())
+    y = fp4.matmul(x, w)
+    for name, value in (("FP4_STRICT", "1"), ("FP4_DISABLE", "triton"), ("FP4_BACKEND", "reference")):
+        monkeypatch.setenv(name, value)
+        assert torch.equal(fp4.matmul(x, w), y)
+
+
+# ---- discovery -----------------------------------------------------------------------------------------------------------------
+
+
+def test_backend_of_another_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry-point group, with a distribution made by hand: one good backend, one that does not import."""
+    (tmp_path / "outside_fp4.py").write_text(
+        "from fp4.gpu.backends.reference import layouts, probe, run\n"
+        "from fp4.gpu.registry import No, Ok\n"
+        "name = 'outside'\n"
+        "def supports(problem):\n"
+        "    return Ok(5, 'from outside') if problem.op == 'matmul' else No('linear layers only, use another backend')\n"
+    )
+    (tmp_path / "broken_fp4.py").write_text("import a_library_that_is_not_there\n")
+    info = tmp_path / "outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fp4.backends]\noutside = outside_fp4\nbroken = broken_fp4\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.reset()
+    assert {"outside", "broken", "reference", "triton", "triton_kernels"} <= set(registry.backends())
+    w = fp4.prepare(weight())
+    assert w.backend == "outside"
+    assert torch.equal(fp4.matmul(torch.ones(2, 64), w), fp4.matmul(torch.ones(2, 64), fp4.prepare(weight(), "reference")))
+    assert "linear layers only" in str(registry.rank(problem(None)))
+    with pytest.raises(fp4.BackendUnavailable, match="a_library_that_is_not_there"):
+        fp4.prepare(weight(), "broken")
+    for name in ("outside_fp4", "broken_fp4"):
+        sys.modules.pop(name, None)
+
+
+def test_probe_that_raises_is_a_reason_and_is_asked_once(only: Any) -> None:
+    calls = []
+
+    def probe() -> Ok:
+        calls.append(1)
+        raise OSError("libsomething.so.1: cannot open shared object file")
+
+    only(None, bad=types.SimpleNamespace(name="bad", probe=probe, supports=lambda p: Ok(1)))
+    for _ in range(3):
+        assert "libsomething.so.1" in str(registry.rank(problem((9, 0))))
+    assert len(calls) == 1
+
+
+def test_explain_prints_and_returns_the_ranking(only: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    only("C")
+    ranking = fp4.explain(op="moe", format="mxfp4", device="sm90", experts=128, hidden=2880, intermediate=2880, activation=fp4.SwiGLU())
+    assert capsys.readouterr().out.strip() == str(ranking)
+    assert ranking.best == "triton_kernels"
+    with pytest.raises(fp4.FormatMismatch, match="unknown size hiden"):
+        fp4.explain(op="moe", format="mxfp4", hiden=3)
+    with pytest.raises(fp4.FormatMismatch, match="op is 'conv'"):
+        fp4.explain(op="conv")

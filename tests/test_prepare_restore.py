@@ -1,0 +1,216 @@
+"""Prepared weights: restore is bit-exact for every backend, files load back, and bytes never run where they were not made for."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import random_weight
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import fp4
+from fp4 import prepared as prepared_module
+from fp4.gpu import registry
+from fp4.gpu.backends import triton
+from fp4.gpu.device import Device
+from fp4.gpu.storage import Stored
+from fp4.tensor import GATE_UP_ORDERS, QuantizedTensor
+
+DEVICES = {"cpu": Device.of("cpu"), **{f"sm{c}": Device.of(f"sm{c}") for c in ("80", "89", "90", "100", "103", "120", "121")}}
+
+
+def same(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    assert (a.format, a.shape, a.axis, a.gate_up, a.recipe) == (b.format, b.shape, b.axis, b.gate_up, b.recipe)
+    for name in ("codes", "scale", "global_scale", "input_scale"):
+        s, t = getattr(a, name), getattr(b, name)
+        assert (s is None) == (t is None), name
+        if s is not None:
+            assert torch.equal(s, t), name
+            assert s.dtype == t.dtype
+
+
+def forced(make: Any, backend: str) -> Any:
+    """``make(backend)``, or None when this backend says no (its reason is tested elsewhere)."""
+    try:
+        return make(backend)
+    except (fp4.Unsupported, fp4.BackendUnavailable):
+        return None
+
+
+SHAPES = [(16, 64), (50, 96), (288, 352), (130, 1504)]
+
+
+@pytest.mark.parametrize("backend", registry.backends())
+def test_linear_weights_come_back_bit_for_bit(backend: str) -> None:
+    ran = 0
+    for (name, device), fmt, (n, k), act in itertools.product(DEVICES.items(), ("nvfp4", "mxfp4"), SHAPES, ("any", "keep", "nvfp4")):
+        w = replace(random_weight(n, fmt, n, k), input_scale=torch.tensor(0.02), recipe=fp4.recipes["default"])
+        p = forced(lambda b, w=w, d=device, a=act: fp4.prepare(w, b, device=d, act=a), backend)
+        if p is None:
+            continue
+        ran += 1
+        assert p.backend == backend, name
+        assert p.shape == (n, k)
+        same(p.restore(), w)
+    if not ran:
+        pytest.skip(f"{backend} serves no linear layer here: {registry.probe(backend)}")
+
+
+@pytest.mark.parametrize("backend", registry.backends())
+def test_experts_come_back_bit_for_bit(backend: str) -> None:
+    ran = 0
+    experts, hidden, inter = 3, 128, 96
+    for device, fmt, order, pair in itertools.product(DEVICES.values(), ("nvfp4", "mxfp4"), GATE_UP_ORDERS, (False, True)):
+        w2 = random_weight(2, fmt, experts, hidden, inter)
+        if pair:
+            w13: Any = (random_weight(3, fmt, experts, inter, hidden), random_weight(4, fmt, experts, inter, hidden))
+        else:
+            w13 = random_weight(1, fmt, experts, 2 * inter, hidden)
+        b13, b2 = torch.randn(experts, 2 * inter).bfloat16(), torch.randn(experts, hidden)
+        act = fp4.SwiGLU()
+
+        def make(b: str, w13: Any = w13, w2: Any = w2, order: str = order, pair: bool = pair, device: Any = device) -> Any:
+            order_ = None if pair else order
+            return fp4.prepare_moe(w13, w2, gate_up=order_, bias13=b13, bias2=b2, activation=act, backend=b, device=device, topk=2)  # noqa: B023
+
+        p = forced(make, backend)
+        if p is None:
+            continue
+        ran += 1
+        first, second = p.restore()
+        for got, want in zip(first, w13, strict=True) if isinstance(first, tuple) else [(first, w13)]:
+            if isinstance(want, tuple):  # equal global scales: stacked
+                want = replace(got, codes=torch.cat([q.codes for q in want], 1), scale=torch.cat([q.scale for q in want], 1))
+            same(got, want)
+        same(second, w2)
+        r13, r2 = p.restore_bias()
+        assert torch.equal(r13, b13)
+        assert torch.equal(r2, b2)
+    if not ran:
+        pytest.skip(f"{backend} serves no MoE layer here: {registry.probe(backend)}")
+
+
+def test_what_ran_includes_our_own_paths() -> None:
+    w = random_weight(0, "nvfp4", 48, 64)
+    tuned = fp4.prepare(w, "triton", device=Device.of("sm90"))
+    assert tuned.meta["path"] == "dense"
+    assert tuned.layouts["codes"] != Stored()
+    assert fp4.prepare(w, "triton", device=Device.of("sm120"), act="nvfp4").meta["path"] == "block_scaled"
+    amd = random_weight(0, "amdfp4", 48, 64)
+    assert fp4.prepare(amd, "triton", device=Device.of("sm90")).meta["path"] == "plain"
+
+
+def test_path_that_does_not_fit_the_values_falls_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(problem: Any, weights: Any) -> Any:
+        raise fp4.Unsupported("scales span more than the window")
+
+    monkeypatch.setattr(triton._paths()["dense"], "prepare", prepare)
+    w = random_weight(0, "nvfp4", 48, 64)
+    p = fp4.prepare(w, "triton", device=Device.of("sm90"))
+    assert p.meta["path"] == "plain"
+    assert "more than the window" in p.meta["why"]
+    same(p.restore(), w)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm90"])
+def test_saved_and_loaded(tmp_path: Path, device: str) -> None:
+    w = replace(random_weight(5, "nvfp4", 50, 96), input_scale=torch.tensor(0.5))
+    p = fp4.prepare(w, "reference" if device == "cpu" else "triton", device=DEVICES[device])
+    path = tmp_path / "w.safetensors"
+    p.save(path)
+    with safe_open(str(path), "pt") as f:
+        about = json.loads(f.metadata()["fp4"])
+    assert about["layouts"]["codes"]["layout"] == ("plain" if device == "cpu" else "frag_w")  # names, not numbers of a version
+    q = prepared_module.load(path)
+    same(q.restore(), w)
+    x = torch.randn(3, 96)
+    if device == "cpu":
+        assert torch.equal(fp4.matmul(x, q), fp4.matmul(x, p))
+    else:
+        with pytest.raises(fp4.LayoutMismatch, match=r"prepared for SM90 and are on CPU; prepare again"):
+            fp4.matmul(x.bfloat16(), q)
+
+
+def test_saved_experts(tmp_path: Path) -> None:
+    gate, up, w2 = random_weight(1, "nvfp4", 4, 32, 64), random_weight(2, "nvfp4", 4, 32, 64), random_weight(3, "nvfp4", 4, 64, 32)
+    p = fp4.prepare_moe((gate, up), w2, activation=fp4.SiTU(beta=3.0), bias2=torch.randn(4, 64), local_experts=(1, 4))
+    p.save(tmp_path / "e.safetensors")
+    q = prepared_module.load(tmp_path / "e.safetensors")
+    assert q.problem == p.problem
+    x, ids, weights = torch.randn(5, 64), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    assert torch.equal(fp4.moe(x, q, ids, weights), fp4.moe(x, p, ids, weights))  # type: ignore[arg-type]
+
+
+def test_file_of_another_layout_is_prepared_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer library stores differently: the bytes are restored by the names in the file, never taken for the new order."""
+    w = random_weight(5, "mxfp4", 128, 128)
+    fp4.prepare(w, "reference").save(tmp_path / "w.safetensors")
+    module = registry.get("reference")
+    monkeypatch.setattr(module, "layouts", lambda problem: {"codes": Stored(), "scale": Stored("sf_128x4")})
+    q = prepared_module.load(tmp_path / "w.safetensors")
+    assert q.layouts["scale"].layout == "sf_128x4"
+    assert not torch.equal(q.arrays["scale"].flatten(), w.scale.flatten())
+    same(q.restore(), w)
+
+
+def test_files_that_are_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"not a file of tensors")
+    save_file({"x": torch.zeros(1)}, str(tmp_path / "b.safetensors"))
+    with pytest.raises(fp4.CheckpointError, match="no readable"):
+        prepared_module.load(tmp_path / "a.safetensors")
+    with pytest.raises(fp4.CheckpointError, match="holds no prepared weight"):
+        prepared_module.load(tmp_path / "b.safetensors")
+
+
+def test_copies_run() -> None:
+    w = fp4.prepare(random_weight(5, "nvfp4", 32, 64))
+    x = torch.randn(2, 64)
+    for other in (copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
+        assert other.handle != w.handle
+        assert torch.equal(fp4.matmul(x, other), fp4.matmul(x, w))
+        same(other.restore(), w.restore())
+
+
+# ---- wrong place ---------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_do_not_run_on_another_device() -> None:
+    w = fp4.prepare(random_weight(5, "nvfp4", 32, 64))
+    with pytest.raises(fp4.LayoutMismatch, match=r"x is on meta, the weight was prepared on cpu; move x, or prepare again"):
+        fp4.matmul(torch.randn(2, 64, device="meta"), w)
+    moved = replace(w, arrays={n: t.to("meta") for n, t in w.arrays.items()})
+    with pytest.raises(fp4.LayoutMismatch):
+        fp4.matmul(torch.randn(2, 64), moved)
+    other_gpu = replace(w, problem=replace(w.problem, device=replace(Device.of("sm90"), index=-1)))
+    with pytest.raises(fp4.LayoutMismatch, match="prepared for SM90 and are on CPU"):
+        fp4.matmul(torch.randn(2, 64), other_gpu)
+
+
+def test_arrays_cannot_be_exchanged_under_a_prepared_weight() -> None:
+    w = fp4.prepare(random_weight(5, "nvfp4", 32, 64))
+    with pytest.raises(TypeError):
+        w.arrays["codes"] = torch.zeros(1)  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        w.backend = "triton"  # type: ignore[misc]
+
+
+def test_prepared_carries_what_it_is() -> None:
+    w = random_weight(5, "nvfp4", 32, 64)
+    p = fp4.prepare(w)
+    assert p.nbytes == w.nbytes
+    assert "ranking" in p.explain()
+    assert "plain" in p.explain()
+    assert p.backend in repr(p)
+    tuned = fp4.prepare(random_weight(5, "mxfp4", 4096, 4096), "triton", device=Device.of("sm90"))
+    assert tuned.nbytes <= 1.02 * 4096 * 4096 * (1 / 2 + 1 / 32)  # no second copy of anything
