@@ -115,10 +115,16 @@ def _encodes(names: tuple[str, ...], t: torch.Tensor, backward: bool = False) ->
 
     for name in reversed(names) if backward else names:
         step = encode.get(name)
-        way: Any = step.inverse if backward else step.forward
-        if way is None:
+        if not backward:
+            t, factor = step.forward(t)
+            if factor != 1.0:
+                raise LayoutError(
+                    f"prepare: encode {name!r} multiplies the scales by {factor:g}; the backend must fold it into its global scale"
+                )
+        elif step.inverse is None:
             raise LayoutError(f"restore: encode {name!r} has no inverse; keep the checkpoint tensor")
-        t = way(t)
+        else:
+            t = step.inverse(encode.Encoded(t, 1.0))
     return t
 
 
