@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -556,3 +559,115 @@ def test_j2_each_shard_is_opened_once(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ck:
         ck.dequantize(name)
     assert len(opened_files) == len(set(opened_files)) == 4
+
+
+@pytest.mark.slow
+def test_j3_experts_within_a_memory_budget(tmp_path: Path) -> None:
+    """NeMo Automodel#3667: 64 experts [1024, 1024] dequantised with a peak below 64 MiB above the baseline."""
+    header: dict[str, Any] = {}
+    at = 0
+    for e in range(64):
+        for leaf, shape in (("weight_packed", [1024, 512]), ("weight_scale", [1024, 32])):
+            size = shape[0] * shape[1]
+            header[f"{E}{e}.up_proj.{leaf}"] = {"dtype": "U8", "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+    folder = tmp_path / "in"
+    folder.mkdir()
+    cb.raw_file(folder / "model.safetensors", header, b"{" * at)
+    (folder / "config.json").write_text(json.dumps(cb.model_config(**cb.ct_config([cb.ct_group("mxfp4")], []))))
+    code = (
+        "import sys, torch, fp4\nfrom fp4.checkpoint.dequantize import dequantize_checkpoint as d\n"
+        "peak = lambda: int(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1]) * 1024\n"
+        "base = peak()\nd(sys.argv[1], sys.argv[2])\nprint(peak() - base)"
+    )
+    root = Path(__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), str(tmp_path / "out")], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64 << 20
+
+
+# options
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_g1_repair_on_demand(tmp_path: Path, zero: bool) -> None:
+    """A NaN byte over zero codes may be replaced; over other codes it stays an error."""
+    ex = cb.modelopt()
+    m = f"{L}mlp.up_proj"
+    scale = ex.tensors[f"{m}.weight_scale"].view(torch.uint8).clone()
+    scale[5, 3] = 0x7F
+    ex.tensors[f"{m}.weight_scale"] = scale.view(torch.float8_e4m3fn)
+    if zero:
+        ex.tensors[f"{m}.weight"][5, 24:32] = 0x80  # zeros of both signs
+        ex.want[f"{m}.weight"][5, 48:64] = 0
+    ex.write(tmp_path)
+    with pytest.raises(fp4.CheckpointError, match="is NaN"):
+        fp4.open_checkpoint(tmp_path).dequantize(f"{m}.weight")
+    ck = fp4.open_checkpoint(tmp_path, repair=True)
+    if not zero:
+        with pytest.raises(fp4.CheckpointError, match=r"0x7F at \[5, 3\] is NaN"):
+            ck[f"{m}.weight"]
+        return
+    with pytest.warns(UserWarning, match="1 NaN scale bytes over blocks of zero codes replaced"):
+        q = ck[f"{m}.weight"]
+    assert int(q.scale[5, 3]) == 0x38
+    assert torch.equal(ck.dequantize(f"{m}.weight"), ex.want[f"{m}.weight"])
+
+
+@pytest.mark.parametrize("activations", ["weight_only", "dynamic"])
+def test_activations_on_demand(tmp_path: Path, activations: str) -> None:
+    for i, ex in enumerate((cb.modelopt(), cb.modelopt_fused())):
+        ck = opened(ex, tmp_path / str(i), activations=activations)
+        assert all(ck[n].input_scale is None for n in ex.want)
+        assert not ck.warnings
+
+
+def test_kv_scales_of_every_head_and_parameters_of_that_name(tmp_path: Path) -> None:
+    """A vector k_scale is a cache scale only when the config quantises the cache; else it is the model's parameter."""
+    ex = cb.modelopt()
+    vector = torch.tensor([0.5, 0.25])
+    ex.tensors |= {f"{L}self_attn.k_scale": vector, f"{L}self_attn.v_scale": vector}
+    ck = opened(ex, tmp_path / "a")
+    assert torch.equal(ck[f"{L}self_attn.k_scale"], vector)
+    assert not ck.kv_scales
+    ex.nested = cb.nested_config(kv_cache_quant_algo="FP8")
+    ck = opened(ex, tmp_path / "b")
+    assert f"{L}self_attn.k_scale" not in ck.names()
+    assert torch.equal(ck.kv_scales[f"{L}self_attn"].k, vector)
+
+
+@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors"])
+def test_only_the_cache_is_quantised(tmp_path: Path, producer: str) -> None:
+    ex = cb.Example(cb.base_tensors(), config=cb.model_config())
+    for letter in "kv":
+        ex.tensors[f"{L}self_attn.{letter}_proj.weight"] = cb.floats(32, 64)
+        ex.tensors[f"{L}self_attn.{letter}_scale"] = cb.f32(0.5)
+    if producer == "modelopt":
+        ex.nested = cb.nested_config(None, kv_cache_quant_algo="FP8")
+    else:
+        scheme = {"num_bits": 8, "type": "float", "dynamic": False}
+        ex.config = cb.model_config(**{**cb.ct_config([cb.ct_group()]), "config_groups": {}, "kv_cache_scheme": scheme})
+    ck = opened(ex, tmp_path)
+    assert ck.dialect == producer
+    assert float(ck.kv_scales[f"{L}self_attn"].v) == 0.5
+    assert all(ck.record(n).kind == "plain" for n in ck)
+    assert not ck.warnings
+
+
+def test_fp8_under_an_exclusion_is_read_and_told(tmp_path: Path) -> None:
+    """DeepSeek's kv_b_proj stays FP8 in files whose other linears became NVFP4."""
+    ex = cb.modelopt()
+    weight = cb.fp8_weight(128, 128)
+    ex.tensors |= {f"{L}self_attn.kv_b_proj.weight": weight, f"{L}self_attn.kv_b_proj.weight_scale_inv": cb.f32(0.5, (1, 1))}
+    ex.nested = cb.nested_config(exclude=["lm_head", f"{L}self_attn.kv_b_proj"])
+    with pytest.warns(UserWarning, match="1 FP8 weight though the config leaves them unquantised"):
+        ck = opened(ex, tmp_path)
+    assert torch.equal(ck.dequantize(f"{L}self_attn.kv_b_proj.weight"), weight.float() * 0.5)
+
+
+def test_names_are_in_natural_order(tmp_path: Path) -> None:
+    ex = cb.Example({f"model.layers.{i}.norm.weight": cb.floats(4) for i in (10, 2, 1)}, config=None)
+    assert [n.split(".")[2] for n in opened(ex, tmp_path).names()] == ["1", "2", "10"]

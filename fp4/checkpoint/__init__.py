@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from fp4.checkpoint.base import Checkpoint, CheckpointWarning, Dialect, make
+from fp4.checkpoint.base import Checkpoint, CheckpointWarning, Dialect, Options, make
 from fp4.checkpoint.comfy import Comfy
 from fp4.checkpoint.compressed_tensors import CompressedTensors
 from fp4.checkpoint.deepseek import DeepSeek
@@ -42,11 +42,13 @@ def open_checkpoint(
     trust: str = "config",
     activations: str | None = None,
     rename: Mapping[str, str] | None = None,
+    repair: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint: a folder, a ``.safetensors.index.json`` or one ``.safetensors`` file. Reads headers only.
 
     ``trust``: "config" makes a disagreement between config and tensors an error; "tensors" believes the tensors and warns.
     ``activations``: None asks for the activation scales that the config promises; "weight_only" or "dynamic" go on without.
+    ``repair``: a NaN scale byte over a block of zero codes is replaced by 1.0, with a warning (over other codes: an error).
     ``rename``: config's spelling -> file's spelling of module names, by dotted segments, when a runtime renamed modules.
 
     Raises CheckpointError for damaged files, missing companions, unknown algorithms, contradictions, and tensors left over.
@@ -55,4 +57,4 @@ def open_checkpoint(
         raise CheckpointError(f"open_checkpoint: trust is {trust!r}; need 'config' or 'tensors'")
     if activations not in (None, "weight_only", "dynamic"):
         raise CheckpointError(f"open_checkpoint: activations is {activations!r}; need None, 'weight_only' or 'dynamic'")
-    return make(path, DIALECTS, trust, activations, rename)
+    return make(path, DIALECTS, Options(trust, activations, rename, repair))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import re
 import warnings as python_warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +35,14 @@ _COMPANION = re.compile(
     r"|qweight|qzeros|absmax|quant_map|nested_absmax|nested_quant_map|g_idx|act_global_scale|weight_scale_\w+|scale_inv"
     r"|[kvq]_scale|kv_scale|prob_scale|\w+_quantizer)(\.|$)"
 )
+#: names of single-valued cache scales; a vector of that name is a parameter of the model (a norm of queries or keys)
+_VECTOR = re.compile(r"(^|[._])([kvq]_scale|kv_scale)$")
+_DIGITS = re.compile(r"(\d+)")
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key: layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in _DIGITS.split(name)]
 
 
 class CheckpointWarning(UserWarning):
@@ -52,13 +61,23 @@ class Dialect(Protocol):
         """Add a record for each quantised tensor and consume the companions. Raises CheckpointError."""
 
 
+class Options(NamedTuple):
+    """Arguments of ``open_checkpoint``."""
+
+    trust: str = "config"
+    activations: str | None = None
+    rename: Mapping[str, str] | None = None
+    repair: bool = False
+
+
 class Plan:
     """Work sheet of ``open_checkpoint``: tensors not explained yet, records made, patterns counted, warnings."""
 
-    def __init__(self, store: Store, config: Config, trust: str, activations: str | None, rename: Mapping[str, str] | None) -> None:
-        self.store, self.config, self.rename = store, config, rename
-        self.trust_tensors = trust == "tensors"
-        self.activations = activations
+    def __init__(self, store: Store, config: Config, options: Options) -> None:
+        self.store, self.config, self.rename = store, config, options.rename
+        self.trust_tensors = options.trust == "tensors"
+        self.activations = options.activations
+        self.repair = options.repair
         self.layers = config.layers
         self.place = str(store.root)
         self.records: dict[str, Record] = {}
@@ -135,13 +154,15 @@ class Plan:
     def finish(self) -> None:
         """Turn what is left into plain records. Raises CheckpointError for tensors that only a quantiser can have written."""
         store = self.store
+        if self.kv_config is not None:
+            collect_kv(self, vectors=True)
         left: list[str] = []
         for name in self.free():
             entry = store.entries[name]
             packed = entry.dtype in PACKED or entry.dtype in FP8 or entry.dtype == "F8_E8M0"
-            if _COMPANION.search(name) or (
-                packed and (self.has_config or name.endswith(("weight", "_blocks", ".blocks", "_scales", ".scales")))
-            ):
+            parameter = bool(_VECTOR.search(name)) and math.prod(entry.shape) > 1 and not packed
+            opaque = packed and (self.has_config or name.endswith(("weight", "_blocks", ".blocks", "_scales", ".scales")))
+            if opaque or (_COMPANION.search(name) and not parameter):
                 left.append(name)
                 continue
             shape = entry.shape
@@ -173,7 +194,8 @@ class Checkpoint:
         self.kv_config = plan.kv_config
         self._kv = plan.kv
         self._trust_range = plan.trust_tensors
-        self._records = plan.records
+        self._repair = plan.repair
+        self._records = {name: plan.records[name] for name in sorted(plan.records, key=natural)}
         self._companions: dict[str, str] | None = None
         for text in (*plan.store.warnings, *plan.warnings):
             self._warn(text, stacklevel=6)
@@ -184,7 +206,7 @@ class Checkpoint:
             python_warnings.warn(CheckpointWarning(text), stacklevel=stacklevel)
 
     def names(self) -> list[str]:
-        """Names of the unquantised model's tensors, in the file's order; companions are hidden."""
+        """Names of the unquantised model's tensors, layer 2 before layer 10; companions are hidden."""
         return list(self._records)
 
     def __iter__(self) -> Iterator[str]:
@@ -218,8 +240,11 @@ class Checkpoint:
         if record.kind == "plain":
             return self.store.tensor(record.parts["weight"])
         if record.kind == "fp8":
-            return dequantize_record(self.store, record, torch.float32, self._warn)
-        return Reader(self.store, record, self._warn, self._trust_range).quantized()
+            return dequantize_record(self._reader(record), torch.float32)
+        return self._reader(record).quantized()
+
+    def _reader(self, record: Record) -> Reader:
+        return Reader(self.store, record, self._warn, self._trust_range, self._repair)
 
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32, fold: bool = False) -> torch.Tensor:
         """``dtype`` ``shape(name)``: the tensor as the unquantised model holds it, orientation included.
@@ -236,14 +261,14 @@ class Checkpoint:
         if record.kind == "plain":
             value = self.store.tensor(record.parts["weight"])
             return value.to(dtype) if value.is_floating_point() else value
-        return dequantize_record(self.store, record, dtype, self._warn, self._trust_range, after_step, fold)
+        return dequantize_record(self._reader(record), dtype, after_step, fold)
 
     def halves(self, name: str) -> tuple[QuantizedTensor, QuantizedTensor]:
         """(gate, up) of a stacked [experts, 2 i, k] tensor in the order ``gate_up`` or ``up_gate``, each with its own scales."""
         record = self.record(name)
         if record.kind != "block" or record.gate_up not in ("gate_up", "up_gate") or len(record.logical) != 3:
             raise CheckpointError(f"{self.path}: {name!r} is not a stacked gate/up tensor in halves (gate_up is {record.gate_up!r})")
-        reader = Reader(self.store, record, self._warn, self._trust_range)
+        reader = self._reader(record)
         scale, second, _ = reader.scales()
         codes, (experts, n, k) = reader.codes(), record.logical
         assert record.format is not None
@@ -283,7 +308,7 @@ class Checkpoint:
         return f"Checkpoint({str(self.path)!r}, dialect={self.dialect!r}, {len(self)} tensors, {quantised} quantised)"
 
 
-def make(path: str | os.PathLike[str], dialects: Iterable[Dialect], trust: str, activations: str | None, rename: Any) -> Checkpoint:
+def make(path: str | os.PathLike[str], dialects: Iterable[Dialect], options: Options) -> Checkpoint:
     """Open ``path`` with the first dialect that recognises it.
 
     The garbage collector pauses meanwhile: with 60,000 names it would otherwise walk all entries again and again (half the time).
@@ -291,13 +316,13 @@ def make(path: str | os.PathLike[str], dialects: Iterable[Dialect], trust: str, 
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _make(path, dialects, trust, activations, rename)
+        return _make(path, dialects, options)
     finally:
         if collecting:
             gc.enable()
 
 
-def _make(path: str | os.PathLike[str], dialects: Iterable[Dialect], trust: str, activations: str | None, rename: Any) -> Checkpoint:
+def _make(path: str | os.PathLike[str], dialects: Iterable[Dialect], options: Options) -> Checkpoint:
     store = Store.open(path)
     try:
         config = Config.load(store.root) if store.with_config else Config()
@@ -305,7 +330,7 @@ def _make(path: str | os.PathLike[str], dialects: Iterable[Dialect], trust: str,
             reason = dialect.detect(store, config)
             if reason is None:
                 continue
-            plan = Plan(store, config, trust, activations, rename)
+            plan = Plan(store, config, options)
             collect_kv(plan)
             dialect.plan(plan)
             plan.finish()

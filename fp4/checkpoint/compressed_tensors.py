@@ -82,7 +82,7 @@ class Groups:
             plan.kv_config = KVConfig(kv.lower(), not dynamic, f"{self.where} has a kv_cache_scheme of {kv}")
         top = block.get("format", "mixed-precision")
         groups = mapping(block.get("config_groups"), f"{self.where} config_groups")
-        if not groups:
+        if not groups and not kv:
             raise CheckpointError(f"{plan.place}: {self.where}: config_groups is empty; nothing says what is quantised")
         names = plan.names()
         self.ignored = match_regex_or_exact(listed(block.get("ignore"), f"{self.where} ignore"), names, self.where)

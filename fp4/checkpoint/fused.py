@@ -60,7 +60,7 @@ def build_fused(plan: Plan, spec_of: Callable[[str], Spec | None], why_not: Call
         unused = f"{stem}_input_scale"
         if unused in entries and unused not in plan.used:
             plan.consume([unused])
-            plan.once("input-unused", f"{unused}: the weight-only format does not use it; such scales are ignored")
+            plan.once("input-unused", f"{unused}: a weight-only or dynamic activation does not use it; such scales are ignored")
     if missing:
         raise CheckpointError(
             f"{plan.place}: {plural(len(missing), 'block-scale tensor')} not found: {shown(missing)}; "
@@ -88,9 +88,10 @@ def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | Non
             f"{' or '.join(allowed)} {list(want)}"
         )
     parts = {"codes": name, "scale": scale.name}
+    static = spec is not None and spec.static_input and plan.activations is None
     for role, suffix in (("global", "_weight_scale_2"), ("input", "_input_scale")):
         other = f"{stem}{suffix}"
-        if other not in entries or (role == "input" and not (spec is not None and spec.static_input)):
+        if other not in entries or (role == "input" and not static):
             continue
         count = 1
         for size in entries[other].shape:
@@ -102,7 +103,7 @@ def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | Non
         parts[role] = other
     if fmt.tensor_scale and "global" not in parts:
         raise CheckpointError(f"{place}: second-level scale {stem}_weight_scale_2 not found; {fmt} under these names has one")
-    if spec is not None and spec.static_input and "input" not in parts and plan.activations is None:
+    if static and "input" not in parts:
         raise CheckpointError(
             f"{place}: 1 activation scale not found: {stem}_input_scale; the config asks for static ones; "
             "open with activations='weight_only' or activations='dynamic' to go on without"

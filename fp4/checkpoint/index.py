@@ -68,7 +68,7 @@ class Store:
         except (OSError, ValueError) as error:  # a name with a NUL byte, one that is too long, a folder that may not be read
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{str(path)[:200]!r}: is not a usable path ({error})") from None
+            raise CheckpointError(f"{str(path)[:200]!r}: is not a usable path ({getattr(error, 'strerror', None) or error})") from None
         if given.name.endswith(".index.json"):
             return cls._indexed(given)
         if given.suffix == ".safetensors":

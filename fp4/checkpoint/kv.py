@@ -39,7 +39,9 @@ class KVConfig:
 
 @dataclass(frozen=True)
 class KVScale:
-    """Multipliers (f32 []) of one attention module's cache, None where absent; value = code * scale, scale = amax / ``over``.
+    """Multipliers of one attention module's cache (f32 [], or one a head), None where absent: value = code * scale.
+
+    scale = amax / ``over``.
 
     ``over`` is 448 in all producers seen, NVFP4 caches included: a kernel with e4m3 block scales needs ``scale / 6``.
     A scale need not cover the data (calibration is partial), so kernels must saturate.
@@ -74,17 +76,22 @@ def _split(name: str) -> tuple[str, str] | None:
     return (head, role)
 
 
-def collect_kv(plan: Plan) -> None:
-    """Take the cache scales out of the plan's free tensors."""
+def collect_kv(plan: Plan, vectors: bool = False) -> None:
+    """Take the cache scales out of the plan's free tensors: single values, and with ``vectors`` those of one value a head.
+
+    A vector under these names may be a parameter of the model, so it counts only when the config quantises the cache.
+    """
     for name, entry in plan.store.entries.items():
-        if not name.endswith(("_scale", "k_bias", "v_bias")):
+        if not name.endswith(("_scale", "k_bias", "v_bias")) or name in plan.used:
             continue
         found = _split(name)
         if found is None:
             continue
         module, role = found
-        if not role.endswith("_bias") and math.prod(entry.shape) != 1:
-            raise CheckpointError(f"{plan.file(name)}: tensor {name!r} has shape {list(entry.shape)}; a cache scale is one value")
+        if not role.endswith("_bias") and (math.prod(entry.shape) == 1) is vectors:
+            continue
+        if not entry.dtype.startswith(("F", "BF")) or entry.dtype.startswith(("F4", "F6", "F8")):
+            raise CheckpointError(f"{plan.file(name)}: tensor {name!r} has dtype {entry.dtype}; a cache scale is F32, BF16 or F16")
         roles = plan.kv.setdefault(module, {})
         if role in roles:
             raise CheckpointError(f"{plan.file(name)}: {name!r} and {roles[role]!r} are both the {role} cache scale of {module!r}")
@@ -135,8 +142,9 @@ def read_kv(store: Store, module: str, parts: dict[str, str], config: KVConfig |
             values[role] = value
             continue
         if not bool(torch.isfinite(value).all()) or not bool((value > 0).all()):
-            raise CheckpointError(f"{store.file_of(name)}: tensor {name!r} is {float(value):g}; a cache scale must be positive and finite")
-        values[role] = value.reshape(())
+            shown = f"{float(value):g}" if value.numel() == 1 else "partly not so"
+            raise CheckpointError(f"{store.file_of(name)}: tensor {name!r} is {shown}; a cache scale must be positive and finite")
+        values[role] = value.reshape(()) if value.numel() == 1 else value
     k, v, kv, q, prob, k_bias, v_bias = (values.get(r) for r in ("k", "v", "kv", "q", "prob", "k_bias", "v_bias"))
     dtype = config.dtype if config else None
     return KVScale(module, k, v, kv, q, prob, k_bias, v_bias, dtype, source=dict(parts))

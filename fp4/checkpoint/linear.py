@@ -34,7 +34,9 @@ _EXPECTED = re.compile(
     r"|experts(\.\d+)?(\.(gate|up|down|gate_up)_proj|\.w[123])|experts\.(gate_up_proj|down_proj))$"
 )
 #: side models and extra prediction layers, which quantisers leave alone without saying so
-_ASIDE = re.compile(r"(^|\.)(mtp|nextn|eagle|medusa|visual|vision\w*|audio\w*|multi_modal_projector|mm_projector)(\.|_|$)")
+_ASIDE = re.compile(
+    r"(^|\.)(mtp|nextn|eagle|medusa|visual|vision\w*|audio\w*|image\w*|siglip|clip|vit|multi_modal_projector|mm_projector)(\.|_|$)"
+)
 #: not linear layers, though their weight may have two dimensions
 _NEVER = re.compile(r"(embed\w*|wte|wpe|\w*norm\w*|conv1d)$")
 _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)(?:\.|$)")
@@ -112,6 +114,7 @@ class _Builder:
         self.excluded: list[str] = []
         self.not_quantised: list[str] = []
         self.aside: dict[str, list[str]] = {}
+        self.fp8_aside: dict[str, list[str]] = {}
 
     def run(self) -> None:
         for module, have in self.modules.items():
@@ -156,14 +159,16 @@ class _Builder:
                 return
         scale = plan.store.entries[have[found[0]]]
         record = make_record(plan, module, entry, scale, spec, leaves, have)
-        if record.kind == "block" and spec is not None and spec.static_input:
+        if spec is None and plan.has_config and record.kind == "fp8":
+            self.fp8_aside.setdefault(re.sub(r"\d+", "*", entry.name), []).append(entry.name)
+        if record.kind == "block" and spec is not None and spec.static_input and plan.activations is None:
             self.input_present(module, record)
         plan.add(record, used=[n for leaf, n in have.items() if leaf in leaves.ignored])
         if record.kind == "block":
             unused = [have[i] for i in leaves.input if i in have and have[i] not in record.parts.values()]
             plan.consume(unused)
             if unused:
-                plan.once("input-unused", f"{unused[0]}: the weight-only format does not use it; such scales are ignored")
+                plan.once("input-unused", f"{unused[0]}: a weight-only or dynamic activation does not use it; such scales are ignored")
 
     def input_present(self, module: str, record: Record) -> None:
         if "input" in record.parts:
@@ -194,11 +199,13 @@ class _Builder:
             )
         for pattern, names in self.aside.items():
             plan.warn(f"{pattern}: {plural(len(names), 'weight')} without scales and not listed as excluded; read as unquantised")
+        for pattern, names in self.fp8_aside.items():
+            plan.warn(f"{pattern}: {plural(len(names), 'FP8 weight')} though the config leaves them unquantised; read as FP8")
         self.report_inputs()
 
     def report_inputs(self) -> None:
         plan, missing = self.plan, self.missing_input
-        if not missing or plan.activations is not None:
+        if not missing:
             return
         if not self.have_input and plan.input_optional:
             plan.warn(f"no activation scale in the file though the config asks for them ({shown(missing[:3])} ...); read as weight-only")
@@ -283,7 +290,7 @@ def _block(
         found = next((x for x in table if x in have), None)
         if found is None:
             continue
-        if role == "input" and not (spec is not None and spec.static_input) and plan.has_config:
+        if role == "input" and not (spec is not None and spec.static_input and plan.activations is None):
             continue
         entry = plan.store.entries[have[found]]
         count = math.prod(entry.shape)

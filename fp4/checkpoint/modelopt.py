@@ -205,6 +205,11 @@ class Settings:
     def _from(cls, plan: Plan, view: dict[str, Any], where: str) -> Settings:
         self = cls(plan, where)
         self.algo = view.get("quant_algo") or ""
+        kv = view.get("kv_cache_quant_algo")
+        if kv:
+            self.kv = KVConfig(kv.lower(), not view.get("kv_dynamic", False), f"{where} says kv_cache_quant_algo {kv!r}")
+        if not self.algo and kv:  # only the cache is quantised
+            return self
         if not self.algo:
             raise CheckpointError(f"{plan.place}: {where}: quant_algo is missing; need one of {', '.join(ALGOS)} or MIXED_PRECISION")
         if self.algo != "MIXED_PRECISION" and self.algo not in ALGOS:
@@ -214,9 +219,6 @@ class Settings:
         self.group = cls._group(plan, view.get("group_size"), self.algo, where)
         self.exclude = view.get("exclude_modules", [])
         self.with_input = view.get("with_input_scale", True) is not False
-        kv = view.get("kv_cache_quant_algo")
-        if kv:
-            self.kv = KVConfig(kv.lower(), not view.get("kv_dynamic", False), f"{where} says kv_cache_quant_algo {kv!r}")
         for key, entry in view.get("quantized_layers", {}).items():
             place = f"{where} quantized_layers[{key!r}]"
             cls._keys(plan, entry, _LAYER_KEYS, f"{plan.place}: {place}")
@@ -257,7 +259,7 @@ class Settings:
 
     def spec(self, module: str) -> Spec | None:
         """Spec of a module (a dotted path), None when it is not quantised."""
-        if module in self.excluded.of:
+        if module in self.excluded.of or not self.algo:
             return None
         algo = self.algo
         if algo == "MIXED_PRECISION":
@@ -272,7 +274,7 @@ class Settings:
     def why_not(self, module: str) -> str:
         if module in self.excluded.of:
             return f"{self.where} excludes {module!r} by {self.excluded.of[module]!r}"
-        return f"{self.where} quantized_layers does not list {module!r}"
+        return f"{self.where} quantized_layers does not list {module!r}" if self.algo else f"{self.where} has no quant_algo"
 
 
 def match_layers(keys: Iterable[str], names: Names) -> tuple[dict[str, str], dict[str, int]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from fp4.checkpoint.index import Store
@@ -128,8 +129,8 @@ def check_scale(record: Record, where: str, scale: torch.Tensor) -> None:
 class Reader:
     """Reads the parts of one block record in [..., n, k] order. ``note(text)`` receives warnings."""
 
-    def __init__(self, store: Store, record: Record, note: Callable[[str], None], trust_range: bool = False) -> None:
-        self.store, self.record, self.note, self.trust_range = store, record, note, trust_range
+    def __init__(self, store: Store, record: Record, note: Callable[[str], None], trust_range: bool = False, repair: bool = False) -> None:
+        self.store, self.record, self.note, self.trust_range, self.repair = store, record, note, trust_range, repair
 
     def codes(self) -> torch.Tensor:
         """u8 [..., n, k / codes_per_byte], a view of the file (strided when the file packs along another axis)."""
@@ -168,10 +169,29 @@ class Reader:
             self.note(f"{record.where(store, 'global')}: second-level scale is 0; the tensor is zero, whatever its block scales say")
             scale = scale.clone(memory_format=torch.contiguous_format)
             scale.view(zero.numel(), -1)[zero.reshape(-1)] = 0x38  # 1.0: finite, so that zero times it is zero
+        if self.repair:
+            scale = self._repaired(scale, where)
         check_scale(record, where, scale)
         if second is not None:
             self._check_range(second)
         return scale, second, zero if zero is not None and bool(zero.any()) else None
+
+    def _repaired(self, scale: torch.Tensor, where: str) -> torch.Tensor:
+        """The scales with NaN bytes over all-zero blocks replaced by 1.0; a NaN over other codes stays, to be refused."""
+        fmt = self.record.format
+        assert fmt is not None
+        nan = torch.from_numpy(np.isnan(fmt.scale.values))[scale.to(torch.int64)]
+        if not bool(nan.any()):
+            return scale
+        width = fmt.block // fmt.codes_per_byte
+        blocks = self.codes().reshape(*scale.shape, width)[nan]
+        empty = (blocks & (0x77 if fmt.codes_per_byte == 2 else 0x7F)).eq(0).all(-1)
+        if bool(empty.any()):
+            self.note(f"{where}: {int(empty.sum())} NaN scale bytes over blocks of zero codes replaced by 1.0")
+            one = int(np.flatnonzero(fmt.scale.values == 1.0)[0])
+            scale = scale.clone(memory_format=torch.contiguous_format)
+            scale[nan] = torch.where(empty, torch.full_like(scale[nan], one), scale[nan])
+        return scale
 
     def _check_range(self, second: torch.Tensor) -> None:
         """Real multipliers are amax / 2688; above 100 or below 1e-9 the stored number is most likely the other direction."""
@@ -267,11 +287,8 @@ def unswizzle(raw: torch.Tensor, want: tuple[int, ...]) -> torch.Tensor:
 
 
 def dequantize_record(
-    store: Store,
-    record: Record,
+    reader: Reader,
     dtype: torch.dtype,
-    note: Callable[[str], None],
-    trust_range: bool = False,
     after_step: Callable[[], None] | None = None,
     fold: bool = False,
 ) -> torch.Tensor:
@@ -279,6 +296,7 @@ def dequantize_record(
 
     ``fold``: return the weight that a plain linear needs: (w + lora_b lora_a) * pre_quant_scale.
     """
+    store, record = reader.store, reader.record
     out = torch.zeros(record.shape, dtype=dtype)
     n, k = record.logical[-2:]
     view = out.transpose(-1, -2) if record.transposed else out
@@ -304,7 +322,7 @@ def dequantize_record(
     else:
         assert record.format is not None
         exact = torch.float32 if extras is not None else dtype
-        for at, codes, scale, factor in Reader(store, record, note, trust_range).pieces():
+        for at, codes, scale, factor in reader.pieces():
             put(at, dequantize_blocks(codes, scale, factor, record.format, exact))
     return out
 
