@@ -131,20 +131,43 @@ _SUBMODULES = (
 )
 
 
-def _modules() -> list[Any]:
+@functools.lru_cache(maxsize=1)
+def _surface() -> tuple[list[tuple[Any, str]], list[Any]]:
+    """((module, name) of everything that answers for the device or builds a module, caches to clear), found once: it is a slow walk."""
     for name in _SUBMODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    return [m for n, m in list(sys.modules.items()) if n.partition(".")[0] == "flashinfer" and m is not None]
+    targets, caches = [], []
+    for where, m in list(sys.modules.items()):
+        if where.partition(".")[0] != "flashinfer" or m is None:
+            continue
+        for name, value in list(vars(m).items()):
+            if name in _ANSWERS or (name.startswith("gen_") and "_module" in name):
+                targets.append((m, name))
+            if isinstance(value, functools._lru_cache_wrapper):
+                caches.append(value)
+    return targets, caches
 
 
-def _clear_caches(modules: list[Any]) -> None:
+#: device questions -> answer(cc)
+_ANSWERS: dict[str, Callable[[tuple[int, int]], Any]] = {
+    "get_compute_capability": lambda cc: lambda device: cc,
+    "device_support_pdl": lambda cc: lambda device: cc[0] >= 9,
+    "_device_support_moe_pdl": lambda cc: lambda device: cc[0] >= 9,
+    "get_device_sm_count": lambda cc: lambda device: 132,
+    "get_num_sm": lambda cc: lambda device: 132,
+    "is_cuda_version_at_least": lambda cc: lambda version: True,
+    "setup_cubin_loader": lambda cc: lambda path: None,
+    "_match_sm_version": lambda cc: lambda device, versions: f"{cc[0]}{cc[1]}" in versions,
+    # scratch memory, one a CUDA stream: its contents mean nothing
+    "_get_stream_cache_buf": lambda cc: lambda name, nbytes, device: torch.empty(min(nbytes, 1 << 16), dtype=torch.uint8),
+}
+
+
+def _clear(caches: list[Any]) -> None:
     """Forget compiled modules and runners that an earlier test cached."""
-    for m in modules:
-        for value in list(vars(m).values()):
-            clear = getattr(value, "cache_clear", None)
-            if callable(clear) and isinstance(value, functools._lru_cache_wrapper):
-                clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @contextlib.contextmanager
@@ -152,9 +175,9 @@ def gpu(cc: tuple[int, int], emulators: dict[str, Callable[..., Any]]) -> Iterat
     """Answer every device question of FlashInfer as compute capability ``cc`` and record compiled calls."""
     flashinfer()
     recorder = Recorder(emulators)
-    modules = _modules()
+    targets, caches = _surface()
     patch = pytest.MonkeyPatch()
-    _clear_caches(modules)
+    _clear(caches)
     props = SimpleNamespace(major=cc[0], minor=cc[1], multi_processor_count=132, name=f"SM{cc[0]}{cc[1]}", total_memory=1 << 37)
     try:
         patch.setattr(torch.cuda, "device", lambda *a, **k: contextlib.nullcontext())
@@ -165,31 +188,16 @@ def gpu(cc: tuple[int, int], emulators: dict[str, Callable[..., Any]]) -> Iterat
         patch.setattr(torch.cuda, "current_stream", lambda *a: SimpleNamespace(cuda_stream=0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.version, "cuda", "13.0")
-        answers: dict[str, Any] = {
-            "get_compute_capability": lambda device: cc,
-            "device_support_pdl": lambda device: cc[0] >= 9,
-            "_device_support_moe_pdl": lambda device: cc[0] >= 9,
-            "get_device_sm_count": lambda device: 132,
-            "get_num_sm": lambda device: 132,
-            "is_cuda_version_at_least": lambda version: True,
-            "setup_cubin_loader": lambda path: None,
-            "_match_sm_version": lambda device, versions: f"{cc[0]}{cc[1]}" in versions,
-            # scratch memory, one a CUDA stream: its contents mean nothing
-            "_get_stream_cache_buf": lambda name, nbytes, device: torch.empty(min(nbytes, 1 << 16), dtype=torch.uint8),
-        }
-        for m in modules:
-            for name, value in answers.items():
-                if name in vars(m):
-                    patch.setattr(m, name, value)
-            for name in [n for n in vars(m) if n.startswith("gen_") and n.endswith("_module")]:
-                patch.setattr(m, name, functools.partial(lambda spec, *a, **k: _Spec(spec, recorder), name))
-            for name in [n for n in vars(m) if n.startswith("gen_") and "_module_cutlass_fp4" in n]:
+        for m, name in targets:
+            if name in _ANSWERS:
+                patch.setattr(m, name, _ANSWERS[name](cc))
+            else:
                 patch.setattr(m, name, functools.partial(lambda spec, *a, **k: _Spec(spec, recorder), name))
         _patch_foreign_kernels(patch, recorder)
         yield recorder
     finally:
         patch.undo()
-        _clear_caches(modules)
+        _clear(caches)
 
 
 def _patch_foreign_kernels(patch: pytest.MonkeyPatch, recorder: Recorder) -> None:

@@ -27,8 +27,9 @@ def e4m3(byte: torch.Tensor) -> torch.Tensor:
 
 
 def ue8m0(byte: torch.Tensor) -> torch.Tensor:
-    """2^(byte - 127) (section 1.4)."""
-    return torch.pow(2.0, byte.contiguous().view(torch.uint8).to(torch.float64) - 127.0)
+    """2^(byte - 127), 255 is NaN (section 1.4)."""
+    b = byte.contiguous().view(torch.uint8)
+    return torch.where(b == 255, torch.nan, torch.pow(2.0, b.to(torch.float64) - 127.0))
 
 
 def ue8m0_shifted(byte: torch.Tensor) -> torch.Tensor:
