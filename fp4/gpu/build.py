@@ -286,8 +286,9 @@ def adopt(p: Prepared | PreparedMoE) -> Prepared | PreparedMoE:
         module = registry.get(p.backend)
     except BackendUnavailable:
         return p
-    wants = module.layouts(p.problem)
-    if {n: s for n, s in p.layouts.items() if n in wants} == wants:
+    # the fill of padding may follow the values; it carries no meaning
+    wants = {n: replace(s, fill=0) for n, s in module.layouts(p.problem).items()}
+    if {n: replace(s, fill=0) for n, s in p.layouts.items() if n in wants} == wants:
         return replace(p, act_dtypes=_act_dtypes(module, p.problem), reasons=str(registry.rank(p.problem)))
     problem, kw = p.problem, {"act": p.problem.act, "act_dtype": p.problem.act_dtype, "out_dtype": p.problem.out_dtype}
     if isinstance(p, Prepared):

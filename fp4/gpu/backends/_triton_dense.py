@@ -21,7 +21,8 @@ def supports(problem: Problem) -> Ok | No:
         return No("serves NVFP4 and MXFP4 linear layers with 16-bit activations")
     if p.device.kind != "cuda" or p.device.cc is None:
         return No("runs on NVIDIA GPUs")
-    why = dense.reason(tuple(p.device.cc), p.format.block, p.k, p.act_dtype)
+    major, minor = p.device.cc
+    why = dense.reason((major, minor), p.format.block, p.k, p.act_dtype)
     return No(why) if why else Ok(30, "tuned W4A16, fragment-order weights")
 
 

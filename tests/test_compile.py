@@ -1,0 +1,257 @@
+"""torch.compile, torch.export, opcheck and gradients through fp4::matmul and fp4::moe; and what bad input gets from the layer verbs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import random_weight
+
+import fp4
+from fp4.gpu.device import Device
+from fp4.prepared import Prepared, PreparedMoE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def linear() -> Prepared:
+    return fp4.prepare(random_weight(1, "nvfp4", 48, 64).to(DEVICE))
+
+
+@pytest.fixture
+def experts() -> PreparedMoE:
+    w13, w2 = random_weight(1, "mxfp4", 4, 64, 64).to(DEVICE), random_weight(2, "mxfp4", 4, 64, 32).to(DEVICE)
+    return fp4.prepare_moe(w13, w2, gate_up="interleaved", activation=fp4.SwiGLU())
+
+
+def x_for(rows: int, k: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    g = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, k, generator=g).to(DEVICE, dtype)
+
+
+def routed(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rows)
+    return torch.randint(0, 4, (rows, 2), generator=g).to(DEVICE), torch.rand(rows, 2, generator=g).to(DEVICE)
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33])
+def test_opcheck(linear: Prepared, experts: PreparedMoE, rows: int) -> None:
+    bias = torch.randn(48, device=DEVICE)
+    ids, w = routed(rows)
+    for op, args in (
+        (torch.ops.fp4.matmul, (x_for(rows), None, linear.handle, 48, None)),
+        (torch.ops.fp4.matmul, (x_for(rows).view(rows, 1, 64), bias, linear.handle, 48, torch.float32)),
+        (torch.ops.fp4.moe, (x_for(rows), ids, w, experts.handle, None)),
+        (torch.ops.fp4.moe, (x_for(rows), ids.int(), w, experts.handle, torch.float16)),
+    ):
+        assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}
+
+
+def test_fake_shapes_are_the_real_ones(linear: Prepared, experts: PreparedMoE) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for shape in ((3, 64), (2, 5, 64), (0, 64), (64,)):
+            fake = fp4.matmul(mode.from_tensor(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)), linear, out_dtype=torch.float32)
+            assert fake.shape == (*shape[:-1], 48)
+            assert fake.dtype == torch.float32
+    for shape in ((3, 64), (2, 5, 64), (0, 64), (64,)):
+        assert fp4.matmul(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE), linear).shape == (*shape[:-1], 48)
+
+
+def test_handle_of_a_weight_that_is_gone() -> None:
+    w = fp4.prepare(random_weight(1, "nvfp4", 48, 64).to(DEVICE))
+    handle = w.handle
+    del w
+    gc.collect()
+    with pytest.raises(fp4.Fp4Error, match="keep the Prepared object alive"):
+        torch.ops.fp4.matmul(x_for(1), None, handle, 48, None)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """A layer as an engine would write it."""
+
+    def __init__(self, linear: Prepared, experts: PreparedMoE) -> None:
+        super().__init__()
+        self.linear, self.experts = linear, experts
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, 48, device=DEVICE), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.relu(fp4.matmul(x, self.linear, self.bias)) * 2, fp4.moe(x + 1, self.experts, ids, w)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_fullgraph_with_a_dynamic_number_of_rows(linear: Prepared, experts: PreparedMoE, backend: str) -> None:
+    block = Block(linear, experts)
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (32, 33, 7, 64):
+        args = (x_for(rows), *routed(rows))
+        for got, want in zip(compiled(*args), block(*args), strict=True):
+            torch.testing.assert_close(got, want)
+    counted = torch.compile(block, fullgraph=True, dynamic=True, backend=count)
+    for rows in (32, 33, 7, 64):
+        counted(x_for(rows), *routed(rows))
+    assert len(graphs) == 1  # no recompilation by size
+    assert sum("fp4." in str(n.target) for n in graphs[0].graph.nodes) == 2
+
+
+def test_two_layers_in_one_graph(linear: Prepared) -> None:
+    other = fp4.prepare(random_weight(9, "nvfp4", 64, 48).to(DEVICE))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return fp4.matmul(fp4.matmul(x, linear), other)
+
+    x = x_for(5)
+    assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x))
+
+
+def test_export(linear: Prepared) -> None:
+    class M(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fp4.matmul(x, linear)
+
+    program = torch.export.export(M(), (x_for(4),), dynamic_shapes={"x": {0: torch.export.Dim("rows", min=2, max=512)}})
+    assert torch.equal(program.module()(x_for(9)), fp4.matmul(x_for(9), linear))
+
+
+def test_gradient_is_not_silently_dropped(linear: Prepared) -> None:
+    x = x_for(2).requires_grad_()
+    y = fp4.matmul(x, linear)
+    with torch.no_grad():
+        assert torch.equal(y, fp4.matmul(x, linear))
+    assert y.requires_grad  # backward says that there is no formula, instead of stopping here without a word
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------------------
+
+Call = Callable[[Prepared, PreparedMoE], Any]
+IDS = torch.zeros(2, 1, dtype=torch.int64)
+ONES = torch.ones(2, 1)
+
+BAD: dict[str, tuple[Call, str]] = {
+    "unprepared": (lambda w, e: fp4.matmul(x_for(2), w.restore()), r"QuantizedTensor, not prepared .* call fp4.prepare\(w\)"),
+    "no weight": (lambda w, e: fp4.matmul(x_for(2), torch.zeros(48, 64)), r"the weight is Tensor; need what fp4.prepare"),
+    "experts as a matrix": (lambda w, e: fp4.matmul(x_for(2), e), "the weight is PreparedMoE"),
+    "a matrix as experts": (lambda w, e: fp4.moe(x_for(2), w, IDS, ONES), "the weight is Prepared"),
+    "k": (lambda w, e: fp4.matmul(x_for(2, 32), w), r"x has shape \[2, 32\]; need \[..., 64\]"),
+    "scalar": (lambda w, e: fp4.matmul(x_for(2)[0, 0], w), r"x has shape \[\]"),
+    "dtype": (lambda w, e: fp4.matmul(x_for(2, dtype=torch.float64), w), "x is torch.float64"),
+    "integers": (lambda w, e: fp4.matmul(x_for(2).to(torch.int32), w), "x is torch.int32"),
+    "device": (lambda w, e: fp4.matmul(x_for(2).to("meta"), w), "x is on meta"),
+    "bias": (lambda w, e: fp4.matmul(x_for(2), w, torch.zeros(47, device=DEVICE)), r"bias is torch.float32 \[47\]"),
+    "integer bias": (lambda w, e: fp4.matmul(x_for(2), w, torch.zeros(48, dtype=torch.int32, device=DEVICE)), "bias is torch.int32"),
+    "moe 3-D": (lambda w, e: fp4.moe(x_for(2)[None], e, IDS.to(DEVICE), ONES.to(DEVICE)), r"need \[t, 64\]"),
+    "ids dtype": (lambda w, e: fp4.moe(x_for(2), e, IDS.to(DEVICE).float(), ONES.to(DEVICE)), "topk_ids torch.float32"),
+    "ids shape": (lambda w, e: fp4.moe(x_for(3), e, IDS.to(DEVICE), ONES.to(DEVICE)), r"need int32 or int64 \[3, topk\]"),
+    "weights dtype": (lambda w, e: fp4.moe(x_for(2), e, IDS.to(DEVICE), IDS.to(DEVICE)), "topk_weights torch.int64"),
+    "ids elsewhere": (lambda w, e: fp4.moe(x_for(2), e, IDS.to("meta"), ONES.to(DEVICE)), "topk_ids on meta"),
+    "prepare a tensor": (lambda w, e: fp4.prepare(torch.zeros(2, 32)), "got Tensor; need a QuantizedTensor"),
+    "prepare experts as a matrix": (
+        lambda w, e: fp4.prepare(random_weight(0, "mxfp4", 2, 32, 32)),
+        "stacked experts go to fp4.prepare_moe",
+    ),
+    "prepare_moe 2-D": (lambda w, e: fp4.prepare_moe(random_weight(0, "mxfp4", 32, 32), random_weight(0, "mxfp4", 32, 32)), "w13 is shape"),
+    "act": (lambda w, e: fp4.prepare(w.restore(), act="int8"), "act is 'int8'"),
+    "warmup": (lambda w, e: fp4.warmup(w.restore()), "not prepared"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_input_gets_a_typed_error(linear: Prepared, experts: PreparedMoE, case: str) -> None:
+    call, words = BAD[case]
+    with pytest.raises(fp4.Fp4Error, match=words):
+        call(linear, experts)
+
+
+MOE_BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no order": ({"gate_up": None}, "order of gate and up rows is not known"),
+    "unknown order": ({"gate_up": "gu"}, "gate_up is 'gu'"),
+    "order without a gate": ({"activation": fp4.ReLU2()}, "has no gate"),
+    "unknown activation": ({"activation": "gelu"}, "activation: 'gelu' is not known"),
+    "bias shape": ({"bias13": torch.zeros(4, 63)}, r"bias13 is torch.float32 \[4, 63\]; need floating point \[4, 64\]"),
+    "bias dtype": ({"bias2": torch.zeros(4, 64, dtype=torch.int8)}, "bias2 is torch.int8"),
+}
+
+
+@pytest.mark.parametrize("case", list(MOE_BAD))
+def test_bad_experts_get_a_typed_error(case: str) -> None:
+    more, words = MOE_BAD[case]
+    w13, w2 = random_weight(1, "mxfp4", 4, 64, 64), random_weight(2, "mxfp4", 4, 64, 32)
+    with pytest.raises(fp4.Fp4Error, match=words):
+        fp4.prepare_moe(w13, w2, **{"gate_up": "gate_up", **more})
+    with pytest.raises(fp4.Fp4Error, match=r"w13 holds \[e, 64, 64\] and w2 \[e, 64, 64\]; need"):
+        fp4.prepare_moe(w13, random_weight(2, "mxfp4", 4, 64, 64), gate_up="gate_up")
+
+
+def test_order_recorded_by_the_weight_and_the_call_must_agree() -> None:
+    import dataclasses
+
+    w13, w2 = random_weight(1, "mxfp4", 4, 64, 64), random_weight(2, "mxfp4", 4, 64, 32)
+    w13 = dataclasses.replace(w13, gate_up="interleaved")
+    assert fp4.prepare_moe(w13, w2).problem.gate_up == "interleaved"
+    with pytest.raises(fp4.LayoutMismatch, match="rows are 'interleaved', the call says 'up_gate'"):
+        fp4.prepare_moe(w13, w2, gate_up="up_gate")
+
+
+@pytest.mark.parametrize("bad", [-1, -7, 4, 1 << 40])
+def test_expert_id_out_of_range(experts: PreparedMoE, monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    """Such a slot adds zero and reads nothing; FP4_STRICT refuses it, unless it is -1, the usual mark of an empty slot."""
+    ids, w = routed(5)
+    safe, keep = ids.clone(), w.clone()
+    ids[3, 1], safe[3, 1], keep[3, 1] = bad, 0, 0
+    torch.testing.assert_close(fp4.moe(x_for(5), experts, ids, w), fp4.moe(x_for(5), experts, safe, keep))
+    monkeypatch.setenv("FP4_STRICT", "1")
+    if bad != -1:
+        with pytest.raises(fp4.FormatMismatch, match=rf"topk_ids\[3, 1\] is {bad}; need 0 <= id < 4"):
+            fp4.moe(x_for(5), experts, ids, w)
+
+
+def test_strict_refuses_broken_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random_weight(0, "nvfp4", 32, 64)
+    w.scale[3, 2] = 0x7F
+    fp4.prepare(w)
+    monkeypatch.setenv("FP4_STRICT", "1")
+    with pytest.raises(fp4.FormatMismatch, match=r"block scale \[3, 2\] is e4m3 byte 0x7f"):
+        fp4.prepare(w)
+
+
+def test_x_that_is_not_contiguous(linear: Prepared, experts: PreparedMoE) -> None:
+    wide = x_for(6, 128)
+    x = wide[:, ::2]
+    assert not x.is_contiguous()
+    assert torch.equal(fp4.matmul(x, linear), fp4.matmul(x.contiguous(), linear))
+    assert torch.equal(fp4.matmul(wide.view(3, 2, 128)[:, :, :64], linear).view(6, 48), fp4.matmul(wide[:, :64].contiguous(), linear))
+    ids, w = routed(6)
+    t = ids.t().contiguous().t()
+    assert torch.equal(fp4.moe(x, experts, t, w), fp4.moe(x.contiguous(), experts, ids, w))
+
+
+def test_no_rows(linear: Prepared, experts: PreparedMoE) -> None:
+    assert fp4.matmul(x_for(0), linear).shape == (0, 48)
+    assert fp4.matmul(x_for(0).view(0, 3, 64), linear, out_dtype=torch.float32).shape == (0, 3, 48)
+    ids, w = routed(0)
+    assert fp4.moe(x_for(0), experts, ids, w).shape == (0, 64)
+    assert torch.equal(fp4.moe(x_for(3), experts, ids[:0].new_zeros(3, 0), w.new_zeros(3, 0)), torch.zeros_like(x_for(3)))
+
+
+def test_warmup_runs_every_size(linear: Prepared, experts: PreparedMoE) -> None:
+    fp4.warmup(linear, 20)
+    fp4.warmup(experts, 5, topk=2)
+    assert Device.of(DEVICE).kind == linear.problem.device.kind
