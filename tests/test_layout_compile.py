@@ -23,7 +23,8 @@ for name, shape, inverse, arch in json.loads(sys.argv[1]):
     c = permute.arguments(get(name), tuple(shape), 16, inverse)
     kernel = permute._permute_kernel
     numbers = ["R", "C", "RO", "CO", "n_row", "n_col", "stored"]
-    signature = {"plain": TYPES[c.views[0]], "storage": TYPES[c.views[1]], **dict.fromkeys(numbers, "i32")}
+    signature = {"plain": TYPES[c.views[0]], "storage": TYPES[c.views[1]]}
+    signature |= {n: "i64" if v >= 2**31 else "i32" for n, v in zip(numbers, c.numbers)}
     signature |= dict.fromkeys(c.constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1)}
     made = triton.compile(
@@ -66,4 +67,5 @@ def test_ragged_rows_compile_to_narrower_accesses() -> None:
 
 def test_other_targets_compile() -> None:
     cases = [("sf_128x4", (4096, 2048), False, 80), ("hopper_value_v3", (4096, 2048), True, 100), ("marlin_w", (4096, 2048), False, 120)]
+    cases.append(("sf_128x4", (2**22, 2**12), True, 90))  # 64-bit indices
     assert [row[:3] for row in compiled(cases)] == [[n, i, arch] for n, _, i, arch in cases]

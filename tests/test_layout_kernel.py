@@ -28,8 +28,9 @@ IDS = [f"{layout.name}-{layout.multiple[0]}x{layout.multiple[1]}" for layout in 
 
 
 def shapes(layout: Layout) -> list[tuple[int, ...]]:
-    """Three tiles each way with experts, and ragged (or odd numbers of tiles) without."""
-    whole = (2, *sample_shape(layout, 3 * layout.multiple[0], 3 * layout.multiple[1]))
+    """Three tiles each way with experts (one padding unit where that is many tiles), and ragged or odd numbers of tiles without."""
+    times = [3 if m == t else 1 + (m < 64) for m, t in zip(layout.multiple, layout.tile, strict=True)]
+    whole = (2, *sample_shape(layout, times[0] * layout.multiple[0], times[1] * layout.multiple[1]))
     ragged = list(sample_shape(layout, layout.multiple[0], 5 * layout.multiple[1]))
     if layout.pad is not None:
         ragged = [n - (layout.multiple[d] // 2 if layout.pad[d] is not None else 0) for d, n in enumerate(ragged)]
@@ -100,6 +101,24 @@ def test_kernel_never_reads_or_writes_outside(name: str) -> None:
     assert (back[:64] == 0xCC).all()
     assert (back[64 + m :] == 0xCC).all()
     assert_same_bytes(back[64 : 64 + m].view(shape), x)
+
+
+@pytest.mark.parametrize("name", ["sf_128x4", "up_gate_pairs", "marlin_w", "aiter_sf_gu"])
+def test_kernel_with_64_bit_indices(name: str) -> None:
+    """The variant that extents of 2^31 bytes and more take, run on a small matrix."""
+    layout = fp4.layouts[name]
+    shape = (2, *sample_shape(layout, 3 * layout.multiple[0], 3 * layout.multiple[1]))
+    assert permute.arguments(layout, (2**20, 2**13), 16, False).constants["WIDE"]
+    for inverse in (False, True):
+        c = permute.arguments(layout, shape, 1, inverse)
+        assert not c.constants["WIDE"]
+        x = torch.from_numpy(counter_bytes(shape)).to(DEVICE)
+        y = layout._apply(x.cpu(), layout.geometry(shape)).to(DEVICE)
+        got = torch.zeros_like(x if inverse else y)
+        pair = (got, y) if inverse else (x, got)
+        views = [t.view(dtype) for t, dtype in zip(pair, c.views, strict=True)]
+        permute._permute_kernel[(c.programs,)](*views, *c.numbers, **{**c.constants, "WIDE": True}, num_warps=permute.WARPS)
+        assert_same_bytes(got, x if inverse else y)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)

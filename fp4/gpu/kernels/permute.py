@@ -355,6 +355,7 @@ class Launch:
     constants: dict[str, object]
 
 
+@lru_cache(maxsize=4096)
 def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool, tile_bytes: int = TILE_BYTES) -> Launch:
     """Launch for a byte shape [..., rows, columns] whose pointers are multiples of ``align`` bytes."""
     g = layout.geometry(shape)
