@@ -29,7 +29,7 @@ def test_import_is_cheap() -> None:
 def test_import_leaves_triton_and_vendors_alone() -> None:
     code = (
         "import sys, json, torch; before = set(sys.modules); import fp4, fp4.tensor\n"
-        "fp4.NVFP4, fp4.QuantizedTensor\n"
+        "fp4.NVFP4, fp4.SwiGLU, fp4.QuantizedTensor\n"
         "print(json.dumps(sorted({m.split('.')[0] for m in set(sys.modules) - before})), torch.cuda.is_initialized())"
     )
     out = _python(code)
@@ -38,11 +38,33 @@ def test_import_leaves_triton_and_vendors_alone() -> None:
     assert out.strip().endswith("False")
 
 
+def test_every_public_name_resolves() -> None:
+    import fp4
+
+    missing = []
+    for name in fp4.__all__:
+        try:
+            getattr(fp4, name)
+        except (ImportError, AttributeError) as error:
+            missing.append(f"{name}: {error}")
+    assert not missing, missing
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     import fp4
 
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         fp4.quantise  # noqa: B018
+
+
+def test_every_data_file_is_packaged() -> None:
+    """A wheel holds what an editable install reads."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["fp4"]
+    packaged = {p for pattern in patterns for p in (ROOT / "fp4").glob(pattern)}
+    data = {p for p in (ROOT / "fp4").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert not data - packaged, sorted(str(p.relative_to(ROOT)) for p in data - packaged)
 
 
 def test_ref_never_imports_gpu() -> None:
