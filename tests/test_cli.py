@@ -63,7 +63,7 @@ def test_python_m_fp4_and_version() -> None:
 def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = _run(capsys)
     assert status == 2
-    for command in ("doctor", "inspect", "dequantize", "explain", "verify", "error", "bench"):
+    for command in ("doctor", "inspect", "dequantize", "explain", "layout", "verify", "error", "bench"):
         assert f"\n  {command} " in out
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fp4.cli.layout import app as layouts
 from fp4.cli.table import dump
 
 __all__ = ["app"]
@@ -151,12 +152,4 @@ def bench(
     print(dump(report) if json else module.render(report))
 
 
-def _mount() -> None:
-    try:
-        from fp4.cli.layout import app as layouts
-    except ImportError:  # e.g. numpy without the layout module's needs: the other commands still work
-        return
-    app.add_typer(layouts, name="layout")
-
-
-_mount()
+app.add_typer(layouts, name="layout")
