@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, frag_w
+from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, frag_w, unpack_scales, words_to_products
 from fp4.gpu.kernels.grouped_device import activate
 
 __all__ = ["grouped_large", "permute_rows"]
@@ -39,12 +39,41 @@ def permute_rows(x_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @gluon.jit
-def _decode(a, s, oc, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
-            DOA: gl.constexpr):  # fmt: skip
-    """Words [WN, R U 128] and scale words [WN, 32 R] -> the A operand [16 R WN, 64 U]."""
-    w = frag_w(a.reshape([1, WN, R * U * 128]), s.reshape([1, WN, R * U * 16]), oc, 1, WN, R, U, KIND, ANY, HALF)
+def _decode(
+    a, s, odd, oc, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
+    DOA: gl.constexpr,
+):  # fmt: skip
+    """Words [WN, R U 128] and scale words [WN, 32 R] -> the A operand [16 R WN, 64 U]. odd: which tile of the scale word's pair (U = 1)."""
+    if U == 1:
+        q0, q1, q2, q3 = unpack_scales(s.reshape([1, WN, R, 1, 32, 1]), oc, KIND, ANY, HALF)
+        s0 = gl.where(odd, q1, q0)
+        s1 = gl.where(odd, q3, q2)
+        a = a.reshape([1, WN, R, 1, 32, 4])
+        a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
+        a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
+        w = words_to_products(a, s0, s1, HALF).reshape([1, WN, R, 1, 8, 4, 4, 2, 2, 2])
+    else:
+        w = frag_w(a.reshape([1, WN, R * U * 128]), s.reshape([1, WN, R * U * 16]), oc, 1, WN, R, U, KIND, ANY, HALF)
     w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([16 * R * WN, U * 64])  # R WN e g, U s h t l
     return gl.convert_layout(w, DOA, assert_trivial=True)
+
+
+@gluon.jit
+def _fetch(
+    slot, n, sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K: gl.constexpr, U: gl.constexpr, SW: gl.constexpr, XS: gl.constexpr
+):  # fmt: skip
+    """Copy chunk n (U tiles of 64 columns) into a slot; chunks past the end are zeros that no product reads."""
+    KT: gl.constexpr = (K + 63) // 64
+    on = n * U < KT
+    if KT % U == 0:
+        cp_async(sa[slot], ap + n * (U * 128), mask=ma & on)
+        cp_async(sx[slot], xp + n * (U * 64), mask=live & on)
+    else:
+        cp_async(sa[slot], ap + n * (U * 128), mask=ma & (ka + n * U < KT))
+        cp_async(sx[slot], xp + n * (U * 64), mask=live & (kx + n * (U * 64) < KT * 64))
+    pair = n // 2 if U == 1 else n
+    cp_async(ss[slot], sp + (pair // 2) * SW + pair % 2, mask=ms & on)
+    cp_commit()
 
 
 @gluon.jit
@@ -76,17 +105,17 @@ def _tile(
     HALF: gl.constexpr,
     WN: gl.constexpr,
     R: gl.constexpr,
+    U: gl.constexpr,
     MT: gl.constexpr,
     XS: gl.constexpr,
     DEEP: gl.constexpr,
 ):
     """Row tiles tile0 .. tile0 + WN R of expert e times rows row0 .. row0 + rows (at most MT)."""
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    U: gl.constexpr = 2
     BN: gl.constexpr = 16 * WN * R
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WN, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WN, 1], [1, 0])
-    LX: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WN, 1], [1, 0])
+    LX: gl.constexpr = gl.BlockedLayout([1, 8], [4 // U, 8 * U], [WN, 1], [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WN, 1], [16, MT, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -129,18 +158,14 @@ def _tile(
         sa = sa + (gl.allocate_shared_memory(gl.int32, [WN, R * U * 128], SP),)  # noqa: RUF005
         ss = ss + (gl.allocate_shared_memory(gl.int32, [WN, R * 32], SP),)  # noqa: RUF005
     for q in gl.static_range(XS - 1):
-        cp_async(sa[q], ap + q * (U * 128), mask=ma & (ka + q * U < KT))
-        cp_async(ss[q], sp + (q // 2) * SW + q % 2, mask=ms & (q < ITER))
-        cp_async(sx[q], xp + q * (U * 64), mask=live & (kx + q * (U * 64) < KT * 64))
-        cp_commit()
+        _fetch(q, q, sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
     cp_wait(XS - 2)
     barrier()
-    w = _decode(sa[0].load(LA), ss[0].load(LS), oc, WN, R, U, KIND, ANY, HALF, DOA)
+    w = _decode(sa[0].load(LA), ss[0].load(LS), False, oc, WN, R, U, KIND, ANY, HALF, DOA)
     acc = gl.zeros([BN, MT], gl.float32, MMA)
-    for i0 in range(0, ITER, XS):
+    for i0 in range(0, ITER // XS * XS, XS):
         # w is the register operand of a running product and must stay until that product is waited for; nothing runs across the loop's edge
         for j in gl.static_range(XS):
-            i = i0 + j
             acc = warpgroup_mma(w, sx[j].permute([1, 0]), acc, is_async=True)
             if DEEP == 0:
                 acc, w = warpgroup_mma_wait(0, deps=(acc, w))
@@ -148,15 +173,25 @@ def _tile(
                 acc, old = warpgroup_mma_wait(1, deps=(acc, old))  # noqa: F821
             cp_wait(XS - 3)
             barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
-            n = i + XS - 1
-            cp_async(sa[(j + XS - 1) % XS], ap + n * (U * 128), mask=ma & (ka + n * U < KT))
-            cp_async(ss[(j + XS - 1) % XS], sp + (n // 2) * SW + n % 2, mask=ms & (n < ITER))
-            cp_async(sx[(j + XS - 1) % XS], xp + n * (U * 64), mask=live & (kx + n * (U * 64) < KT * 64))
-            cp_commit()
+            _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
             old = w
-            w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, WN, R, U, KIND, ANY, HALF, DOA)
+            w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), (i0 + j + 1) % 2 == 1, oc, WN, R, U, KIND, ANY, HALF, DOA)
         if DEEP != 0:
             acc, old = warpgroup_mma_wait(0, deps=(acc, old))
+    i0 = ITER // XS * XS
+    for j in gl.static_range(ITER % XS):
+        acc = warpgroup_mma(w, sx[j].permute([1, 0]), acc, is_async=True)
+        if DEEP == 0:
+            acc, w = warpgroup_mma_wait(0, deps=(acc, w))
+        elif j > 0:
+            acc, old = warpgroup_mma_wait(1, deps=(acc, old))
+        cp_wait(XS - 3)
+        barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
+        _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
+        old = w
+        w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), (i0 + j + 1) % 2 == 1, oc, WN, R, U, KIND, ANY, HALF, DOA)
+    if DEEP != 0 and ITER % XS != 0:
+        acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     cp_wait(0)
     col = tile0 * 16
     if FIRST:
@@ -231,6 +266,7 @@ def grouped_large(
     HALF: gl.constexpr,
     WN: gl.constexpr,
     R: gl.constexpr,
+    U: gl.constexpr,
     MT: gl.constexpr,
     LOW: gl.constexpr,
     XS: gl.constexpr,
@@ -253,15 +289,15 @@ def grouped_large(
     if LOW == MT:
         _tile(
             x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
-            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, MT, XS, DEEP,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, U, MT, XS, DEEP,
         )  # fmt: skip
     elif rows <= LOW:
         _tile(
             x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
-            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, LOW, XS, DEEP,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, U, LOW, XS, DEEP,
         )  # fmt: skip
     else:
         _tile(
             x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
-            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, MT, XS, DEEP,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, U, MT, XS, DEEP,
         )  # fmt: skip

@@ -24,8 +24,8 @@ def small(mt: int, wk: int, r: int, u: int) -> Plan:
     return Plan(False, mt, c, c)
 
 
-def large(mt: int, wn: int, r: int, xs: int, deep: int = 1, low: int = 0, maxnreg: int = 0) -> Plan:
-    c = (("WN", wn), ("R", r), ("XS", xs), ("DEEP", deep), ("LOW", low or mt)) + ((("maxnreg", maxnreg),) if maxnreg else ())
+def large(mt: int, wn: int, r: int, xs: int, deep: int = 1, low: int = 0, maxnreg: int = 0, u: int = 2) -> Plan:
+    c = (("WN", wn), ("R", r), ("U", u), ("XS", xs), ("DEEP", deep), ("LOW", low or mt)) + ((("maxnreg", maxnreg),) if maxnreg else ())
     return Plan(True, mt, c, c)
 
 
