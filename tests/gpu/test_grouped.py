@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4.formats import MXFP4, NVFP4
-from fp4.gpu.kernels import grouped
+from fp4.gpu.kernels import grouped, grouped_run
 from fp4.gpu.kernels.grouped_plan import Plan, large, small
 from fp4.ref.activation import ReLU2, SiLU, SiTU, SwiGLU
 from fp4.ref.moe import moe
@@ -20,6 +20,7 @@ BOUND = {torch.bfloat16: 3.2e-3, torch.float16: 4.5e-4}
 SMALL = [small(8, 2, 2, 4), small(8, 1, 4, 4), small(8, 4, 1, 2), small(16, 2, 4, 2)]
 LARGE = [
     large(16, 4, 2, 4, deep=0),
+    large(16, 4, 2, 5, u=1),
     large(64, 8, 1, 3, deep=0, low=32, maxnreg=128),
     large(64, 16, 1, 5, low=32, u=1),
     large(64, 8, 1, 5, low=32, u=1),
@@ -90,7 +91,7 @@ class Layer:
 
     def check(self, x, ids, p, plan=None):
         poison()
-        y = grouped.run(x, self.g, ids, p, out=torch.full_like(x, float("nan")), plan=plan)
+        y = grouped_run.run(x, self.g, ids, p, out=torch.full_like(x, float("nan")), plan=plan)
         want = self.reference(x, ids, p)
         error = ((y.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
         assert error < BOUND[x.dtype], f"relative error {error:.2e}"
@@ -127,7 +128,7 @@ def test_every_plan_nvfp4_ragged_two_global_scales(nv, plan):
 def test_token_counts_choose_their_own_plan(mx, t):
     x, ids, p = mx.inputs(t, 4)
     if t == 0:
-        assert grouped.run(x, mx.g, ids, p).shape == (0, mx.h)
+        assert grouped_run.run(x, mx.g, ids, p).shape == (0, mx.h)
     else:
         mx.check(x, ids, p)
 
@@ -157,9 +158,9 @@ def test_ids_of_64_bits_outside_32_bits_are_not_local(mx):
     x, ids, p = mx.inputs(5, 2)
     wide = ids.long()
     wide[1] += 2**32
-    y = grouped.run(x, mx.g, wide, p)
+    y = grouped_run.run(x, mx.g, wide, p)
     assert (y[1] == 0).all()
-    assert torch.equal(y[[0, 2, 3, 4]], grouped.run(x, mx.g, ids, p)[[0, 2, 3, 4]])
+    assert torch.equal(y[[0, 2, 3, 4]], grouped_run.run(x, mx.g, ids, p)[[0, 2, 3, 4]])
 
 
 @pytest.mark.parametrize("plan", [SMALL[0], *plans()[-2:-1]], ids=name)
@@ -172,10 +173,10 @@ def test_float16(plan):
 @pytest.mark.parametrize("plan", [SMALL[0], SMALL[3], *plans()[-4:-2]], ids=name)
 def test_nan_and_infinity_stay_in_their_rows(mx, plan):
     x, ids, p = mx.inputs(40, 4)
-    clean = grouped.run(x, mx.g, ids, p, plan=plan)
+    clean = grouped_run.run(x, mx.g, ids, p, plan=plan)
     bad = x.clone()
     bad[7, 3], bad[19, 100] = float("nan"), float("inf")
-    y = grouped.run(bad, mx.g, ids, p, plan=plan)
+    y = grouped_run.run(bad, mx.g, ids, p, plan=plan)
     assert y[7].isnan().all()
     assert not y[19].isfinite().all()
     rest = [i for i in range(40) if i not in (7, 19)]
@@ -185,25 +186,25 @@ def test_nan_and_infinity_stay_in_their_rows(mx, plan):
 @pytest.mark.parametrize("plan", plans(), ids=name)
 def test_runs_are_equal(mx, plan):
     x, ids, p = mx.inputs(120, 4)
-    first = grouped.run(x, mx.g, ids, p, plan=plan)
+    first = grouped_run.run(x, mx.g, ids, p, plan=plan)
     for _ in range(3):
         poison()
-        assert torch.equal(first, grouped.run(x, mx.g, ids, p, plan=plan))
+        assert torch.equal(first, grouped_run.run(x, mx.g, ids, p, plan=plan))
 
 
 @pytest.mark.parametrize("t", [2, 40, 200])
 def test_graph_replay_with_another_routing_equals_eager(mx, t):
     x, ids, p = mx.inputs(t, 4)
     out = torch.empty_like(x)
-    grouped.run(x, mx.g, ids, p, out=out)
+    grouped_run.run(x, mx.g, ids, p, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grouped.run(x, mx.g, ids, p, out=out)
+        grouped_run.run(x, mx.g, ids, p, out=out)
     for seed in (1, 2):
         x2, ids2, p2 = mx.inputs(t, 4, seed=seed)
         if seed == 2:
             ids2 = torch.full_like(ids2, 1)  # the most uneven routing
-        want = grouped.run(x2, mx.g, ids2, p2)
+        want = grouped_run.run(x2, mx.g, ids2, p2)
         for a, b in ((x, x2), (ids, ids2), (p, p2)):
             a.copy_(b)
         graph.replay()
@@ -216,6 +217,28 @@ def test_gpt_oss_sizes():
         layer.check(*layer.inputs(t, 4))
 
 
+def test_float32_output(mx):
+    x, ids, p = mx.inputs(20, 4)
+    y = grouped_run.run(x, mx.g, ids, p, out=torch.empty(20, mx.h, device="cuda"))
+    assert torch.equal(y.bfloat16(), grouped_run.run(x, mx.g, ids, p))
+
+
+def test_public_road():
+    """fp4.prepare_moe and fp4.moe reach these kernels and undo their storage."""
+    import fp4
+
+    layer = Layer(NVFP4, e=4, h=128, i=96, act=SiLU(), order="interleaved")
+    ex = fp4.prepare_moe(
+        layer.w13, layer.w2, gate_up="interleaved", bias13=layer.bias13, bias2=layer.bias2, activation=SiLU(), backend="triton"
+    )
+    assert ex.meta["path"] == "moe"
+    x, ids, p = layer.inputs(33, 2)
+    assert torch.equal(fp4.moe(x, ex, ids, p), grouped_run.run(x, layer.g, ids, p))
+    for got, given in zip(ex.restore(), (layer.w13, layer.w2), strict=True):
+        assert torch.equal(got.codes, given.codes)
+        assert torch.equal(got.scale, given.scale)
+
+
 def test_restore_is_bit_exact(mx, nv):
     for layer in (mx, nv):
         for got, given in zip(grouped.restore(layer.g), (layer.w13, layer.w2), strict=True):
@@ -225,13 +248,13 @@ def test_restore_is_bit_exact(mx, nv):
 
 def test_views_and_weight_dtypes(mx):
     x, ids, p = mx.inputs(6, 4)
-    want = grouped.run(x, mx.g, ids, p)
+    want = grouped_run.run(x, mx.g, ids, p)
     wide = torch.cat((x, x), 1)[:, : mx.h]
-    assert torch.equal(grouped.run(wide, mx.g, ids, p), want)
+    assert torch.equal(grouped_run.run(wide, mx.g, ids, p), want)
     shifted = torch.cat((ids[:1, :1].reshape(-1), ids.reshape(-1)))[1:].view_as(ids)  # not 16-byte aligned
-    assert torch.equal(grouped.run(x, mx.g, shifted, p), want)
+    assert torch.equal(grouped_run.run(x, mx.g, shifted, p), want)
     half = p.bfloat16()
-    assert torch.equal(grouped.run(x, mx.g, ids, half), grouped.run(x, mx.g, ids, half.float()))
+    assert torch.equal(grouped_run.run(x, mx.g, ids, half), grouped_run.run(x, mx.g, ids, half.float()))
 
 
 def test_bad_input_is_refused(mx):
@@ -240,4 +263,4 @@ def test_bad_input_is_refused(mx):
     x, ids, p = mx.inputs(4, 2)
     for args in ((x.float(), ids, p), (x[:, :64].contiguous(), ids, p), (x, ids.short(), p), (x, ids, p[:, :1])):
         with pytest.raises(FormatMismatch):
-            grouped.run(args[0], mx.g, args[1], args[2])
+            grouped_run.run(args[0], mx.g, args[1], args[2])

@@ -1,32 +1,26 @@
-"""Grouped (mixture of experts) product with 4-bit weights and 16-bit activations: route, product and activation, product, sum over slots.
+"""Weights of a grouped (mixture of experts) product as the kernels read them: storage, exactness windows, prepare and restore.
 
-Four or five launches on one stream, no host synchronisation, and grids that depend on the number of tokens only: a captured graph
-stays right when the tokens spread differently. Results do not depend on the order in which programs run.
+``fp4.gpu.kernels.grouped_run`` runs them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 
 from fp4.errors import FormatMismatch, Unsupported
 from fp4.gpu import storage
-from fp4.gpu.kernels import frag, launch
-from fp4.gpu.kernels.grouped_plan import Plan, choose
-from fp4.gpu.kernels.routing import max_blocks, reduce_kernel, route_kernel
+from fp4.gpu.kernels import frag
 from fp4.gpu.storage import Stored
 from fp4.ref import activation as activations
 from fp4.tensor import QuantizedTensor
 
-__all__ = ["Grouped", "layouts", "prepare", "restore", "run", "supports", "warmup"]
+__all__ = ["ACTS", "Grouped", "from_arrays", "layouts", "prepare", "restore", "supports", "used_byte", "windows"]
 
-_ACTS = {"relu2": 0, "swiglu": 1, "silu": 2, "situ": 3}
-_INF = float("inf")
+ACTS = {"relu2": 0, "swiglu": 1, "silu": 2, "situ": 3}
 #: row order of a gated first matrix: eight gate rows, their eight up rows, and so on; the bias follows its rows
 _ROWS, _BIAS_ROWS = "deepgemm_gate_up", Stored("deepgemm_gate_up", order="gate_up")
 
@@ -41,7 +35,7 @@ def supports(*, format: str, hidden: int | None, intermediate: int | None, activ
     for what, value in (("hidden", hidden), ("intermediate", intermediate)):
         if value is not None and (value % block or value <= 0):
             return f"{what} = {value} is not a positive multiple of {block}"
-    if activation is not None and getattr(activation, "name", activation) not in (*_ACTS, "swiglu_oai"):
+    if activation is not None and getattr(activation, "name", activation) not in (*ACTS, "swiglu_oai"):
         return f"has no activation {activation!r}"
     return None
 
@@ -111,6 +105,17 @@ def _alpha(scale: torch.Tensor | None, factor: float, experts: int, device: torc
     return (g.expand(experts, 2) * factor).contiguous()
 
 
+def windows(arrays: Mapping[str, torch.Tensor], block: int) -> dict[torch.dtype, Any]:
+    """Activation dtype -> how the scale bytes of w13 and w2 are decoded for it, or the Unsupported that says why not."""
+    found: dict[torch.dtype, Any] = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        try:
+            found[dtype] = tuple(frag.scale_window(arrays[f"{n}.scale"], block, dtype == torch.float16) for n in ("w13", "w2"))
+        except Unsupported as e:
+            found[dtype] = e
+    return found
+
+
 def from_arrays(
     arrays: Mapping[str, torch.Tensor],
     *,
@@ -123,22 +128,18 @@ def from_arrays(
 ) -> Grouped:
     """The kernels' view of prepared arrays: names of ``PreparedMoE.arrays``, bytes as ``layouts``, bias13 in ``gate_up`` order.
 
-    Raises Unsupported when the scale exponents leave no exact window for bfloat16; float16 is left out when it has none.
+    A dtype whose products would not be exact is refused when it is used.
     """
     act = activations.get(activation)
     w13, w2 = arrays["w13.codes"], arrays["w2.codes"]
     experts, device = w13.shape[0], w13.device
-    windows: dict[torch.dtype, Any] = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        try:
-            pair = [frag.scale_window(arrays[f"{n}.scale"], block, dtype == torch.float16) for n in ("w13", "w2")]
-        except Unsupported as e:
-            windows[dtype] = e
-            if dtype == torch.bfloat16:
-                raise
+    found: dict[torch.dtype, Any] = {}
+    for dtype, pair in windows(arrays, block).items():
+        if isinstance(pair, Unsupported):
+            found[dtype] = pair
             continue
         alphas = [_alpha(arrays.get(f"{n}.global_scale"), p.alpha, experts, device) for n, p in zip(("w13", "w2"), pair, strict=True)]
-        windows[dtype] = tuple((a, p.oc, p.any_byte) for a, p in zip(alphas, pair, strict=True))
+        found[dtype] = tuple((a, p.oc, p.any_byte) for a, p in zip(alphas, pair, strict=True))
     bias13, bias2 = arrays.get("bias13"), arrays.get("bias2")
     if bias13 is not None:
         bias13 = bias13.to(torch.float32).contiguous()
@@ -148,7 +149,7 @@ def from_arrays(
     if bias2 is not None:
         bias2 = bias2.to(torch.float32).contiguous()
     parts = w13, arrays["w13.scale"], w2, arrays["w2.scale"]
-    return Grouped(block, experts, first, hidden, intermediate, act, *parts, bias13, bias2, windows)
+    return Grouped(block, experts, first, hidden, intermediate, act, *parts, bias13, bias2, found)
 
 
 def prepare(
@@ -210,201 +211,3 @@ def restore(g: Grouped) -> tuple[QuantizedTensor, QuantizedTensor]:
         s = storage.invert(scale, stored[f"{name}.scale"], ss, order)
         out.append(QuantizedTensor(fmt, c, s, second, gate_up=gate_up))
     return out[0], out[1]
-
-
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-_SCALARS = {
-    "pairs": "i32",
-    "first": "i32",
-    "experts": "i32",
-    "oc": "i32",
-    "topk": "i32",
-    "rows": "i32",
-    "p0": "fp32",
-    "p1": "fp32",
-    "p2": "fp32",
-}
-
-
-def _compile(
-    fn: Any, pointers: dict[str, torch.dtype], constants: dict[str, Any], warps: int, target: Any = None, maxnreg: int | None = None
-) -> Any:
-    """(kernel, constants in argument order). ``pointers``: element type of each ``*_ptr``, int32 when not named."""
-    signature = {}
-    for name in fn.arg_names:
-        if name.endswith("_ptr"):
-            signature[name] = "*" + _TYPES[pointers.get(name, torch.int32)]
-        elif name in _SCALARS and name not in constants:
-            signature[name] = _SCALARS[name]
-    kernel = launch.build(fn, signature, constants, num_warps=warps, target=target, maxnreg=maxnreg)
-    return kernel, tuple(constants[n] for n in fn.arg_names if n in constants)
-
-
-@functools.lru_cache(maxsize=8)
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def _align(n: int) -> int:
-    return (n + 255) // 256 * 256
-
-
-class _Chain:
-    """All launches for one (tokens, topk, dtypes): sizes, offsets in the workspace, kernels. Pointers go to the launcher as integers."""
-
-    def __init__(
-        self, g: Grouped, tokens: int, topk: int, x: torch.dtype, ids: torch.dtype, gamma: torch.dtype, plan: Plan, target: Any
-    ) -> None:
-        from fp4.gpu.kernels.grouped_large import grouped_large, permute_rows
-        from fp4.gpu.kernels.grouped_small import grouped_small
-
-        window = g.windows[x]
-        if isinstance(window, Exception):
-            raise window
-        self.pairs = pairs = tokens * topk
-        self.blocks = max_blocks(pairs, g.experts, plan.mt)
-        wide = plan.large
-        hp, ip = -(-g.hidden // 64) * 64, -(-g.inter // 64) * 64
-        #: one row a pair before the sum over slots: float32 while it stays in the L2 cache
-        row = torch.float32 if pairs * g.hidden <= 1 << 22 else x
-        sizes = (
-            4 * (1 + 3 * self.blocks),
-            4 * pairs,
-            2 * pairs * (ip if wide else g.inter),
-            row.itemsize * pairs * g.hidden,
-            2 * tokens * hp if wide else 0,
-        )
-        self.at = [sum(_align(n) for n in sizes[:i]) for i in range(6)]
-        a = g.act
-        acts: dict[str, tuple[float, ...]] = {
-            "swiglu": (
-                getattr(a, "alpha", 0.0),
-                getattr(a, "beta", 0.0),
-                _INF if getattr(a, "limit", None) is None else getattr(a, "limit", 0.0),
-            ),
-            "situ": (getattr(a, "beta", 0.0), getattr(a, "linear_beta", None) or 0.0, 0.0),
-        }
-        self.act = tuple(float(v) for v in acts.get(a.name, (0.0, 0.0, 0.0)))
-        self.topk, self.tokens, self.large, self.window = topk, tokens, wide, window
-
-        bins = triton.next_power_of_2(g.experts + 1)
-        chunk = min(max(triton.next_power_of_2(pairs), 128), 4096)
-        self.route = _compile(
-            route_kernel, {"ids_ptr": ids}, {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins}, 8 if chunk > 2048 else 4, target
-        )
-        ends: list[Any] = []
-        for i, config in enumerate((plan.first, plan.second)):
-            c = dict(config)
-            warps, limit = c["WN"] if wide else c["WK"], c.pop("maxnreg", None)
-            n, bias = (g.hidden, g.bias2) if i else (g.n13, g.bias13)
-            c |= {"N": n, "K": g.inter if i else g.hidden, "KIND": g.block, "ANY": window[i][2], "ACT": 0 if i else _ACTS[a.name]}
-            c |= {"FIRST": not i, "BIAS": bias is not None, "HALF": x == torch.float16, "MT": plan.mt}
-            if wide:
-                c.setdefault("LOW", plan.mt)
-            f32 = dict.fromkeys(("alpha_ptr", "bias_ptr"), torch.float32)
-            pointers = {"x_ptr": x, "out_ptr": row if i else x, "gamma_ptr": gamma, **f32}
-            kernel, tail = _compile(grouped_large if wide else grouped_small, pointers, c, warps, target, limit)
-            alpha = window[i][0]
-            weights = ((g.w13, g.s13), (g.w2, g.s2))[i]
-            fixed = (*(t.data_ptr() for t in weights), alpha.data_ptr(), (alpha if bias is None else bias).data_ptr())
-            tiles = -(-n // (16 * c["R"] * (c["WN"] if wide else 1)))
-            ends.append((kernel, fixed, window[i][1], tail, tiles * self.blocks))
-        self.first, self.second = ends
-        if wide:
-            self.permute = _compile(permute_rows, {}, {"K": g.hidden, "BLOCK": 1024}, 4, target)
-            self.permute_grid = -(-tokens * hp // 2 // 1024)
-        pointers = {"y_ptr": row, "ids_ptr": ids, "out_ptr": x}
-        self.reduce = _compile(reduce_kernel, pointers, {"H": g.hidden, "TOPK": topk, "BLOCK": 1024}, 4, target)
-        self.reduce_grid = -(-g.hidden // 1024)
-
-    def launch(self, g: Grouped, x: int, ids: int, gamma: int, out: int, base: int, stream: int) -> None:
-        sched, order, h, y, xp, _ = (base + n for n in self.at)
-        kernel, tail = self.route
-        kernel(g.experts, 1, stream, ids, order, sched, self.pairs, g.first, g.experts, *tail)
-        if self.large:
-            kernel, tail = self.permute
-            kernel(self.permute_grid, 1, stream, x, xp, self.tokens, *tail)
-            x = xp
-        kernel, fixed, oc, tail, grid = self.first
-        kernel(grid, 1, stream, x, *fixed, h, order, sched, gamma, oc, *self.act, self.topk, *tail)
-        kernel, fixed, oc, tail, grid = self.second
-        kernel(grid, 1, stream, h, *fixed, y, order, sched, gamma, oc, *self.act, self.topk, *tail)
-        kernel, tail = self.reduce
-        kernel(self.tokens, self.reduce_grid, stream, y, ids, out, g.first, g.experts, *tail)
-
-
-def run(
-    x: torch.Tensor,
-    g: Grouped,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor | None = None,
-    plan: Plan | None = None,
-) -> torch.Tensor:
-    """x bf16/fp16 [tokens, hidden], topk_ids int32/int64 [tokens, k], topk_weights [tokens, k] -> [tokens, hidden] in x's dtype.
-
-    out = sum over the local slots, in slot order, of weight * (act(x w13^T + b13) w2^T + b2). Ids outside the local range add nothing.
-    """
-    tokens, topk = topk_ids.shape
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if tokens == 0 or topk == 0 or g.experts == 0:
-        return out.zero_()
-    x, topk_ids, topk_weights = _dense(x), _dense(topk_ids), _dense(topk_weights)
-    key = (tokens, topk, x.dtype, topk_ids.dtype, topk_weights.dtype, plan)
-    chain = g.calls.get(key)
-    index = x.device.index
-    if chain is None:
-        _check(x, g, topk_ids, topk_weights, out)
-        p = plan or choose(tokens * topk, g.experts, g.n13, g.hidden, _capability(index))
-        with torch.cuda.device(index):
-            chain = g.calls[key] = _Chain(g, *key[:5], p, None)
-    if x.shape[1] != g.hidden or not out.is_contiguous() or out.dtype != x.dtype or out.data_ptr() % 16:
-        _check(x, g, topk_ids, topk_weights, out)
-    ws = torch.empty(chain.at[5], dtype=torch.uint8, device=x.device)
-    if torch.cuda.current_device() != index:
-        with torch.cuda.device(index):
-            return run(x, g, topk_ids, topk_weights, out, plan)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    chain.launch(g, x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr(), ws.data_ptr(), stream)
-    return out
-
-
-def _dense(t: torch.Tensor) -> torch.Tensor:
-    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
-
-
-def _check(x: torch.Tensor, g: Grouped, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Raises FormatMismatch for what the kernels cannot take."""
-    if x.dtype not in g.windows or x.ndim != 2 or x.shape != (ids.shape[0], g.hidden):
-        raise FormatMismatch(f"grouped: x is {x.dtype} {list(x.shape)}; need bfloat16 or float16 [{ids.shape[0]}, {g.hidden}]")
-    if ids.dtype not in (torch.int32, torch.int64) or weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise FormatMismatch(
-            f"grouped: topk_ids is {ids.dtype}, topk_weights is {weights.dtype}; need int32 or int64, and float32 or 16-bit"
-        )
-    if weights.shape != ids.shape:
-        raise FormatMismatch(f"grouped: topk_weights is {list(weights.shape)}; need the shape of topk_ids, {list(ids.shape)}")
-    if out.dtype != x.dtype or out.shape != x.shape or not out.is_contiguous() or out.data_ptr() % 16:
-        raise FormatMismatch(
-            f"grouped: out is {out.dtype} {list(out.shape)}; need {x.dtype} {list(x.shape)}, contiguous and 16-byte aligned"
-        )
-    if any(t.device != g.w13.device for t in (x, ids, weights, out)):
-        raise FormatMismatch(f"grouped: x is on {x.device}, the weights are on {g.w13.device}; move all to one device")
-
-
-def warmup(g: Grouped, m_max: int, topk: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compile and load every kernel that up to ``m_max`` tokens can need (one call for each plan)."""
-    device = g.w13.device
-    seen = set()
-    m = 1
-    while m <= m_max:
-        for t in sorted({m, min(m * 3 // 2, m_max)}):
-            p = choose(t * topk, g.experts, g.n13, g.hidden, _capability(device.index or 0))
-            key = (p, t * topk * g.hidden <= 1 << 22)
-            if key not in seen:
-                seen.add(key)
-                x = torch.zeros(t, g.hidden, dtype=dtype, device=device)
-                ids = torch.arange(t * topk, device=device, dtype=torch.int32).reshape(t, topk) % g.experts + g.first
-                run(x, g, ids, torch.ones(t, topk, device=device))
-        m *= 2
-    torch.cuda.synchronize(device)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Activations of the grouped kernels, in fp32."""
 
 from __future__ import annotations

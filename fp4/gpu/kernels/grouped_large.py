@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Grouped product of many rows an expert: y^T = W x^T on wgmma, the decoded 4-bit weight as the register operand (Hopper).
 
 The fragment order of ``fp4.gpu.kernels.frag`` is also the register order of a wgmma A operand, so weights go from memory to the

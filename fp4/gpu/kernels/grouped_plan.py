@@ -40,5 +40,5 @@ def choose(pairs: int, experts: int, n: int, k: int, capability: tuple[int, int]
     if not wgmma:
         return small(16, 2, 4, 2)
     if load <= 16:
-        return large(16, 4, 2, 4, deep=0)
-    return large(64, 8, 1, 3, deep=0, low=32, maxnreg=128)
+        return large(16, 4, 2, 5, u=1)
+    return large(64, 8, 1, 5, low=32, u=1)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Grouped product of few rows an expert: 4-bit weights times 16-bit rows on ``mma.m16n8k16``, bound by reading the weights once.
 
 One program computes 16 R weight rows times up to MT activation rows of one expert. Its WK warps share K; each holds 16 x 64 weight tiles in

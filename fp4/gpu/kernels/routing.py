@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Routing on the device: a stable sort of (token, slot) pairs by expert, and the list of row blocks of a grouped product.
 
 One launch of one program per local expert. Every program counts all pairs itself (a histogram of its own), so that it knows where its

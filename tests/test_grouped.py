@@ -1,0 +1,192 @@
+"""Grouped kernels without a GPU: the routing and reduce kernels in Triton's interpreter, storage, and compilation for every target."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp4.errors import FormatMismatch, Unsupported
+from fp4.formats import MXFP4, NVFP4
+from fp4.gpu.kernels import grouped, grouped_plan
+from fp4.gpu.kernels.routing import max_blocks, reduce_kernel, route_kernel, route_reference
+from fp4.ref.activation import ReLU2, SiLU, SwiGLU
+from fp4.tensor import QuantizedTensor
+
+pytestmark = pytest.mark.kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def route(ids, first, experts, block, chunk=512):
+    pairs = ids.numel()
+    order = torch.full((pairs + 1,), -7, dtype=torch.int32, device=DEVICE)
+    sched = torch.full((1 + 3 * max_blocks(pairs, experts, block),), -9, dtype=torch.int32, device=DEVICE)
+    bins = triton.next_power_of_2(experts + 1)
+    route_kernel[(experts,)](ids.to(DEVICE), order, sched, pairs, first, experts, BLOCK=block, CHUNK=chunk, BINS=bins)
+    return order.cpu(), sched.cpu()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "first", "block"), [(1, 1, 0, 8), (4, 64, 0, 8), (700, 33, 20, 16), (2000, 5, 0, 64), (512, 40, 3, 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_route_is_the_stable_sort(pairs, experts, first, block, dtype):
+    torch.manual_seed(pairs)
+    ids = torch.randint(-3, first + experts + 9, (pairs,), dtype=dtype)
+    if dtype == torch.int64:
+        ids[0] += 2**32  # not local, although its low 32 bits may be
+    order, sched = route(ids, first, experts, block)
+    want, blocks = route_reference(ids, first, experts, block)
+    assert sched[0] == len(blocks)
+    assert sched[1 : 1 + 3 * len(blocks)].view(-1, 3).tolist() == [list(b) for b in blocks]
+    assert torch.equal(order[: len(want)], want)
+    assert (order[len(want) :] == -7).all(), "entries past the last local pair are not written"
+
+
+def test_route_of_one_expert_and_of_none():
+    for ids, rows in ((torch.full((300,), 2), 300), (torch.full((300,), -1), 0)):
+        order, sched = route(ids, 0, 4, 64)
+        assert sched[0] == -(-rows // 64)
+        assert torch.equal(order[:rows], torch.arange(rows, dtype=torch.int32))
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=30), st.sampled_from([8, 16, 64, 128]))
+def test_max_blocks_bounds_every_distribution(counts, block):
+    assert sum(-(-c // block) for c in counts) <= max_blocks(max(sum(counts), 1), len(counts), block)
+
+
+def test_max_blocks_is_reached():
+    assert max_blocks(4, 128, 8) == 4
+    assert max_blocks(64 + 3, 4, 64) == 4  # 64 + 1 + 1 + 1
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_reduce_adds_local_slots_in_order_and_reads_no_other(k):
+    t, h = 5, 40
+    torch.manual_seed(k)
+    y = torch.randn(t * k, h, device=DEVICE)
+    ids = torch.randint(0, 6, (t, k), dtype=torch.int32, device=DEVICE)
+    local = (ids >= 2) & (ids < 4)
+    y[~local.reshape(-1)] = float("nan")  # what a workspace may hold
+    out = torch.full((t, h), float("nan"), device=DEVICE)
+    reduce_kernel[(t, 1)](y, ids, out, 2, 2, H=h, TOPK=k, BLOCK=64)
+    want = torch.zeros(t, h, device=DEVICE)
+    for j in range(k):
+        want += torch.where(local[:, j : j + 1], y.view(t, k, h)[:, j], 0.0)
+    assert torch.equal(out, want)
+
+
+def tensors(fmt, e, h, i, gated, seed=0, scales=(1, 100)):
+    g = torch.Generator().manual_seed(seed)
+
+    def one(n, k):
+        codes = torch.randint(0, 256, (e, n, k // 2), dtype=torch.uint8, generator=g)
+        return QuantizedTensor(fmt, codes, torch.randint(*scales, (e, n, k // fmt.block), dtype=torch.uint8, generator=g))
+
+    return one(i * (2 if gated else 1), h), one(h, i)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "h", "i", "act", "order"),
+    [
+        (MXFP4, 96, 64, SwiGLU(), "interleaved"),
+        (MXFP4, 544, 32, SiLU(), "gate_up"),
+        (NVFP4, 208, 144, SiLU(), "up_gate"),
+        (NVFP4, 64, 48, ReLU2(), None),
+    ],
+)
+def test_restore_and_row_order(fmt, h, i, act, order):
+    w13, w2 = tensors(fmt, 3, h, i, act.gated)
+    bias = torch.randn(3, w13.shape[1])
+    g = grouped.prepare(w13, w2, gate_up=order, activation=act, bias13=bias)
+    for got, given_ in zip(grouped.restore(g), (w13, w2), strict=True):
+        assert torch.equal(got.codes, given_.codes)
+        assert torch.equal(got.scale, given_.scale)
+    # eight gate rows, then their eight up rows
+    gate, up = {"interleaved": (0, 1), "gate_up": (0, i), "up_gate": (i, 0), None: (0, 0)}[order]
+    step = 2 if order == "interleaved" else 1
+    for n in range(g.n13):
+        unit = n // 16 * 8 + n % 8
+        row = n if order is None else (gate if n % 16 < 8 else up) + unit * step
+        assert torch.equal(g.bias13[:, n], bias[:, row])
+    # a word of w13 is lane order: 16 x 64 tile, row n % 16 = 8 e + g, column 16 t + 4 s + 2 h + l, as frag_w says
+    from fp4.layouts import layouts
+
+    rows = torch.stack(
+        [w13.codes[1, n if order is None else (gate if n % 16 < 8 else up) + (n // 16 * 8 + n % 8) * step] for n in range(g.n13)]
+    )
+    assert torch.equal(g.w13[1], layouts["frag_w"].apply(rows).reshape(-1))
+
+
+def test_padding_of_scales_widens_no_window():
+    """Zero bytes would: float16 products of MXFP4 are exact over 24 binades only."""
+    w13, w2 = tensors(MXFP4, 2, 96, 64, True, scales=(110, 125))
+    g = grouped.prepare(w13, w2, gate_up="gate_up", activation=SiLU())
+    assert not isinstance(g.windows[torch.float16], Exception)
+    wide = tensors(MXFP4, 2, 96, 64, True, scales=(60, 125))
+    assert isinstance(grouped.prepare(*wide, gate_up="gate_up", activation=SiLU()).windows[torch.float16], Unsupported)
+
+
+def test_scales_reach_the_epilogue_exactly():
+    w13, w2 = tensors(NVFP4, 3, 64, 48, True)
+    pair = torch.tensor([[0.1, 0.2], [0.3, 0.4], [1e-5, 7.0]])
+    g = grouped.prepare(w13, w2, gate_up="gate_up", activation=SiLU(), gate_up_scale=pair)
+    for (alpha13, _, _), (alpha2, _, _) in (g.windows[torch.bfloat16], g.windows[torch.float16]):
+        factor = (alpha13 / pair)[0, 0].item()
+        assert torch.equal(alpha13, pair * factor)
+        assert factor == 2.0 ** round(torch.log2(torch.tensor(factor)).item()), "a power of two"
+        assert (alpha2 == alpha2[0, 0]).all()
+
+
+def test_refusals():
+    why = grouped.supports(format="mxfp4", hidden=100, intermediate=64, activation=SiLU(), capability=(9, 0))
+    assert "hidden = 100" in why
+    assert "SM75" in grouped.supports(format="mxfp4", hidden=64, intermediate=64, activation=SiLU(), capability=(7, 5))
+    assert "mxfp8" in grouped.supports(format="mxfp8", hidden=64, intermediate=64, activation=SiLU(), capability=(9, 0))
+    assert grouped.supports(format="nvfp4", hidden=2880, intermediate=2880, activation=SwiGLU(), capability=(8, 0)) is None
+    w13, w2 = tensors(NVFP4, 2, 64, 48, True)
+    with pytest.raises(FormatMismatch, match="row order"):
+        grouped.prepare(w13, w2, gate_up=None, activation=SiLU())
+    with pytest.raises(FormatMismatch, match="need"):
+        grouped.prepare(w2, w13, gate_up="gate_up", activation=SiLU())
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_plans_cover_every_load(cc):
+    seen = {grouped_plan.choose(p, 128, 5760, 2880, cc) for p in (1, 4, 64, 256, 1024, 4096, 16384, 1 << 16)}
+    assert all(p.large <= (cc[0] == 9) for p in seen)
+    assert len(seen) >= 3
+
+
+SCRIPT = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from fp4.gpu.kernels import grouped, grouped_plan, grouped_run
+from fp4.ref.activation import SwiGLU, ReLU2
+arch = int(sys.argv[1]); cc = (arch // 10, arch % 10)
+z, w = torch.zeros(64), torch.zeros(64, dtype=torch.uint8)
+for block, act, half, pairs in ((32, SwiGLU(), torch.bfloat16, (4, 4096)), (16, ReLU2(), torch.float16, (1024,))):
+    g = grouped.Grouped(block, 128, 0, 1056, 288, act, w, w, w, w, z, z, {half: ((z, 5, False),) * 2})
+    for p in pairs:
+        plan = grouped_plan.choose(p, 128, g.n13, 1056, cc)
+        c = grouped_run.Chain(g, p // 4, 4, half, torch.int64, torch.float32, half, plan, GPUTarget("cuda", arch, 32))
+        for kernel in (c.first[0], c.second[0]):
+            assert kernel.shared <= 99 * 1024 or arch == 90, kernel.shared
+            ptx = kernel.compiled.asm["ptx"]
+            assert ("wgmma.mma_async" in ptx) == plan.large and ("mma.sync" in ptx) != plan.large
+print("compiled", arch)
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_compiles_for(arch):
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(arch)], capture_output=True, text=True, env=env, timeout=300)
+    assert f"compiled {arch}" in done.stdout, done.stderr[-2000:]
