@@ -89,8 +89,8 @@ def reduce_kernel(y_ptr, ids_ptr, out_ptr, first, experts, H: tl.constexpr, TOPK
     acc = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOPK):
         raw = tl.load(ids_ptr + t * TOPK + j)
-        local = (raw >= first) & (raw < first + experts)
-        acc += tl.load(y_ptr + (t * TOPK + j) * H + col, mask=local & (col < H), other=0.0).to(tl.float32)
+        width = tl.where((raw >= first) & (raw < first + experts), H, 0)
+        acc += tl.load(y_ptr + (t * TOPK + j) * H + col, mask=col < width, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * H + col, acc.to(out_ptr.dtype.element_ty), mask=col < H)
 
 
