@@ -9,13 +9,16 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from fp4.gpu.backends import _triton_kernels_find as finder
+from fp4.gpu.backends import _triton_kernels_replay as replay
 from fp4.gpu.backends._triton_kernels_find import Found, Missing
 from fp4.gpu.backends._triton_kernels_route import combine, route
 
@@ -188,3 +191,65 @@ def test_installed_copy_computes_what_the_reference_does(copy: str, capability: 
         pytest.skip(f"triton_kernels cannot be used here: {lines[0]['says']}")
     assert len(lines) >= 10, lines
     assert done.returncode == 0, "\n".join(map(str, lines)) + done.stderr[-3000:]
+
+
+# ---- replays of small batches ----------------------------------------------------------------------------------------------------
+
+
+def test_small_batches_are_replayed_by_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bookkeeping, with a stand-in for the captured graph: sizes, streams, captures, failures."""
+    calls: list[tuple[int, list[int]]] = []
+
+    def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.dtype) -> torch.Tensor:
+        calls.append((x.shape[0], ids.flatten().tolist()))
+        return (x * weights.sum(1, keepdim=True) * (ids >= 0).any(1, keepdim=True)).to(out)
+
+    class Plan:
+        made: ClassVar[list[int]] = []
+
+        def __init__(self, call: Any, rows: int, like: Any, out: torch.dtype, stream: Any) -> None:
+            Plan.made.append(rows)
+
+        def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return call(x, ids, weights, x.dtype)
+
+    state = {"capturing": False, "stream": 7}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(cuda_stream=state["stream"]))
+    replayed = replay.Replay(call, Plan)
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def go(rows: int) -> torch.Tensor:
+        x = torch.arange(rows * 2.0).view(rows, 2).as_subclass(OnGpu)
+        return replayed(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1), torch.float32).as_subclass(torch.Tensor)
+
+    want = torch.arange(6.0).view(3, 2)
+    assert torch.equal(go(3), want)
+    assert calls[-1] == (3, [0, 0, 0])  # eagerly, in the size that the caller may capture next
+    assert Plan.made == []
+    assert torch.equal(go(3), want)
+    assert Plan.made == [4]
+    go(4)
+    go(4)
+    assert Plan.made == [4]  # three and four tokens share a plan
+    state["stream"] = 8
+    go(4), go(4)
+    assert Plan.made == [4, 4]
+    state["capturing"] = True
+    go(5), go(5), go(5)
+    assert Plan.made == [4, 4]
+    assert calls[-1][0] == 5  # straight through
+    state["capturing"] = False
+    go(replay.ROWS + 1), go(replay.ROWS + 1)
+    assert Plan.made == [4, 4]
+    assert calls[-1][0] == replay.ROWS + 1
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    replayed = replay.Replay(call, broken)
+    for _ in range(3):
+        assert torch.equal(go(3), want)
+    assert "not permitted" in str(replayed.failed)

@@ -3,7 +3,7 @@
 Weights: MXFP4, swizzled for wgmma on SM90 (bf16 activations only), strided on SM80 to SM89 (bf16 and fp16). NVFP4 where the generation
 has it (strided). What must not bite (specification: triton_kernels section 1.3): K is padded to 64 with zero codes and x with zeros,
 because three generations compute a wrong tail; scales are padded to four groups of K, because all of them read that far.
-Their ``matmul`` costs 0.3 to 1.5 ms of Python a call; use a CUDA graph for small batches.
+Their ``matmul`` costs 0.3 to 1.5 ms of Python a call: small MoE batches are replayed from CUDA graphs of our own, see the replay module.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from fp4.formats import MXFP4, NVFP4
 from fp4.gpu.backends._triton_kernels_check import check
 from fp4.gpu.backends._triton_kernels_find import Missing, find
+from fp4.gpu.backends._triton_kernels_replay import Replay
 from fp4.gpu.backends._triton_kernels_route import combine, route
 from fp4.gpu.backends._triton_kernels_shim import SWIGLU_BETA, Shim
 from fp4.gpu.device import SM8X, SM90, SM100, SM120
@@ -224,4 +225,19 @@ def _run_moe(prepared: PreparedMoE) -> Callable[..., torch.Tensor]:
         y = shim.call(h, w2.w, bias2, w2.precision(half), ragged=ragged, gammas=r.weight, alpha=w2.alpha)
         return combine(y, r, slots, out_dtype)
 
-    return call
+    return Replay(call)
+
+
+def warmup(prepared: Prepared | PreparedMoE, m_max: int) -> bool:
+    """Two calls a size where small batches are replayed: one compiles, one captures. False: the general warm-up is enough."""
+    call = prepared.bind()
+    if not isinstance(call, Replay):
+        return False
+    p, device = prepared.problem, prepared.device
+    slots, experts = p.topk or 4, int(p.experts or 1)
+    for m in sorted({*(1 << i for i in range(m_max.bit_length())), m_max}):
+        x = torch.zeros((m, int(p.hidden or 0)), dtype=p.act_dtype, device=device)
+        ids = (torch.arange(m * slots, device=device, dtype=torch.int32) % experts).view(m, slots)
+        for _ in range(2):
+            call(x, ids, torch.ones((m, slots), device=device), p.act_dtype)
+    return True
