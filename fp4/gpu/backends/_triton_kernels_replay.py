@@ -1,8 +1,8 @@
 """Small batches of triton_kernels' MoE without its Python: one CUDA graph for each power of two of tokens, replayed on copied inputs.
 
-Everything that their ``matmul`` computes on the host depends on the number of tokens only, so the second call of a size is captured, and
-from then on a call costs three small copies, a replay and a copy of the result. A batch is filled up to the next power of two with slots of id -1,
-which add nothing. Inside a capture of the caller's, and for large batches, the call goes straight through.
+Everything that their ``matmul`` computes on the host depends on the number of tokens only, so the second call of a size is captured,
+and from then on a call costs three small copies, a replay and a copy of the result. A batch is filled up to the next power of two with
+slots of id -1, which add nothing. Inside a capture of the caller's, and for large batches, the call goes straight through.
 
 Plans belong to one stream: replays share a memory pool, which is safe because a result leaves it before the next replay starts.
 """
