@@ -55,6 +55,8 @@ case $kind in
     say "flashinfer 0.7.4, triton_kernels"
     optional --no-deps "flashinfer-python==0.7.4" "${flashinfer_needs[@]}"
     optional --no-deps tokenspeed-triton-kernels
+    # the compiler behind FlashInfer's masked grouped GEMM: imported for its wrapper's checks, it compiles nothing here
+    optional --no-deps nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-{base,core,cu12}==4.8.1 cuda-python cuda-bindings cuda-pathfinder
     ;;
   triton36)
     # The oldest Triton that fp4 supports; its interpreter does not run on numpy 2.4. The older flashinfer generation goes with it.

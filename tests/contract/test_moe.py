@@ -283,6 +283,25 @@ def test_local_experts(backend: str, format: str, cc: tuple[int, int], act: str)
 
 
 @pytest.mark.parametrize(("backend", "format", "cc", "act"), BACKENDS)
+def test_an_id_that_is_no_expert_adds_zero(backend: str, format: str, cc: tuple[int, int], act: str) -> None:
+    """On a GPU nobody checks ids: they must not index memory and must not count (the callable is asked directly)."""
+    layer = plain_layer(backend, format)
+    ids = layer.ids.clone()
+    ids[0, 0], ids[2, 1], ids[3, 0] = layer.experts, -1, 2**40
+    emulator = Emulator(cc, installed_sm90_layout() if cc == (9, 0) else "B")
+    with pretend.gpu(cc, emulator.functions) as recorder, poisoned():
+        prepared = layer.prepare(backend, Device.fake(cc), act=act)
+        y = prepared.bind()(layer.x, ids, layer.weights, torch.bfloat16)
+    sees = {"mxfp8": layer.mxfp8, "keep": layer.plain}.get(act) or (layer.nvfp4_shared if backend == "flashinfer_trtllm" else layer.nvfp4)
+    assert error(y, layer.reference(sees, ids=ids)) < 0.008
+    for call in recorder.calls:
+        for a in call.args:
+            if isinstance(a, torch.Tensor) and a.shape == ids.shape and a.dtype == torch.int32:
+                assert int(a.min()) >= 0
+                assert int(a.max()) < layer.experts
+
+
+@pytest.mark.parametrize(("backend", "format", "cc", "act"), BACKENDS)
 def test_restore_is_bit_exact(backend: str, format: str, cc: tuple[int, int], act: str) -> None:
     layer = plain_layer(backend, format)
     _, _, _, prepared = run(layer, backend, cc, act=act)

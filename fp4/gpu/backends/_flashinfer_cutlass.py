@@ -23,6 +23,7 @@ from fp4.gpu.backends._flashinfer_route import (
     cc,
     common_moe_reasons,
     expert_partition,
+    in_range,
     narrow,
     pack_folded,
     pad_columns,
@@ -148,11 +149,12 @@ def _call(
             return x.new_zeros((tokens, logical_hidden), dtype=out_dtype)
         x = pad_columns(x, hidden)
         given = {"input": x} if quantize is None else quantize(x)
+        ids, weights = in_range(topk_ids, topk_weights, problem.experts)
         out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
         moe(
             **given,
-            token_selected_experts=topk_ids.to(torch.int32).contiguous(),
-            token_final_scales=topk_weights,
+            token_selected_experts=ids,
+            token_final_scales=weights,
             fc1_expert_weights=w13,
             fc2_expert_weights=w2,
             output_dtype=dtype,

@@ -25,6 +25,7 @@ __all__ = [
     "cc",
     "common_moe_reasons",
     "expert_partition",
+    "in_range",
     "narrow",
     "pack_folded",
     "pad_columns",
@@ -101,6 +102,12 @@ def pad_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
     """
     x = x if x.shape[-1] == columns else F.pad(x, (0, columns - x.shape[-1]))
     return x.contiguous().view(-1).view(x.shape)
+
+
+def in_range(topk_ids: torch.Tensor, topk_weights: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids i32, weights f32) that may index memory: an id outside [0, experts) becomes a real one with weight zero."""
+    kept = topk_ids.clamp(0, experts - 1)
+    return kept.to(torch.int32).contiguous(), topk_weights.float().masked_fill(kept != topk_ids, 0.0)
 
 
 def narrow(y: torch.Tensor, columns: int) -> torch.Tensor:

@@ -16,7 +16,17 @@ import torch
 from fp4.errors import FormatMismatch, Unsupported
 from fp4.gpu.backends import _flashinfer_bind as bind
 from fp4.gpu.backends import _flashinfer_scales as scales
-from fp4.gpu.backends._flashinfer_route import Route, cc, common_moe_reasons, narrow, pad_columns, round_up, stored_bias, tune_tokens
+from fp4.gpu.backends._flashinfer_route import (
+    Route,
+    cc,
+    common_moe_reasons,
+    in_range,
+    narrow,
+    pad_columns,
+    round_up,
+    stored_bias,
+    tune_tokens,
+)
 from fp4.gpu.problem import Problem
 from fp4.gpu.storage import Stored
 from fp4.prepared import Packed, PreparedMoE, Weights, pack
@@ -202,7 +212,7 @@ def routed(p: PreparedMoE, form: str | None = None, finalize: bool = True) -> Ca
         tokens, topk = x.shape[0], topk_ids.shape[1]
         if tokens == 0 or operands["local_num_experts"] == 0:
             return x.new_zeros((tokens, logical_hidden), dtype=out_dtype)
-        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        ids, weights = in_range(topk_ids, topk_weights, operands["num_experts"])
         if form == "packed":
             bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
             route: Any = (ids << 16) | bits
