@@ -312,6 +312,16 @@ _preset(
     encode_order="x/(d*g)",
 )
 _preset(
+    "fouroversix",
+    "fouroversix 1.0.5, rule 'mse' (normaliser 6 * 256): nvfp4_mse sample, all seven weights with their default g. 'mae', 'abs_max': "
+    "replace(four_over_six=..), not compared.",
+    zero_sign="of_value",
+    scale_order="(amax/max)*gs",
+    scale_max=256.0,
+    global_rule="L/amax",
+    four_over_six="mse",
+)
+_preset(
     "microxcaling",
     "microsoft/microxcaling 7bc4195, default 'nearest': dequantised values of seven weights, ties.",
     tie="away",

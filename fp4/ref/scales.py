@@ -70,10 +70,16 @@ def _rounding(recipe: Recipe, dtype: torch.dtype) -> Callable[[torch.Tensor], to
 
 
 def scale_bytes(
-    amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor, dtype: torch.dtype = torch.float32
+    amax: torch.Tensor,
+    fmt: Format,
+    recipe: Recipe,
+    g: torch.Tensor,
+    gs: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    boost: float = 1.0,
 ) -> torch.Tensor:
     """Block amax f32 [...] (NaN or infinity if the block holds one) -> scale byte, i32 [...] in 0..255."""
-    byte = _ue8m0(amax, fmt, recipe) if fmt.scale.name == "ue8m0" else _e4m3(amax, fmt, recipe, g, gs, dtype)
+    byte = _ue8m0(amax, fmt, recipe) if fmt.scale.name == "ue8m0" else _e4m3(amax, fmt, recipe, g, gs, dtype, boost)
     bad = amax != amax
     if recipe.inf != "saturate":
         bad |= amax == torch.inf
@@ -107,8 +113,10 @@ def _ue8m0(amax: torch.Tensor, fmt: Format, recipe: Recipe) -> torch.Tensor:
     return byte.clamp_(0, 254)
 
 
-def _e4m3(amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    v = scale_value(amax, recipe, g, gs, dtype)
+def _e4m3(
+    amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor, dtype: torch.dtype, boost: float
+) -> torch.Tensor:
+    v = scale_value(amax, recipe, g, gs, dtype) * boost
     byte = encode_magnitude(v, fmt.scale)
     byte = torch.where(byte == 0, recipe.underflow_byte, byte)
     return torch.where(amax == 0, recipe.zero_byte, byte)

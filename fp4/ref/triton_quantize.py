@@ -140,6 +140,91 @@ def _sign(code, x, y, RULE: tl.constexpr, TOP_BIT: tl.constexpr, SHIFT: tl.const
 
 
 @triton.jit
+def _e4m3_scale(
+    v, amax, bad, g, gs, table, SCALE: tl.constexpr, ENCODE_ORDER: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr,
+    UNDERFLOW: tl.constexpr, FLOORS: tl.constexpr, APPROX: tl.constexpr,
+):  # fmt: skip
+    """Block scale before rounding, f32 -> (byte i32, factor of the elements f32, decoded byte f32)."""
+    EMIN: tl.constexpr = -6 if SCALE == 0 else -14
+    TOP_CODE: tl.constexpr = 0x7E if SCALE == 0 else 0xFE
+    fields = fields_of(round_even(v, 3, EMIN), 3, EMIN, TOP_CODE)
+    byte = (fields >> 20).to(tl.int32)
+    UNDO: tl.constexpr = 2.0 ** (126 + EMIN)
+    d = fields.to(tl.float32, bitcast=True) * UNDO
+    if UNDERFLOW_BYTE != 0:
+        byte = tl.where(byte == 0, UNDERFLOW_BYTE, byte)
+    if (ZERO_BYTE != UNDERFLOW_BYTE) or FLOORS:
+        byte = tl.where(amax == 0, ZERO_BYTE, byte)
+    byte = tl.where(bad, 0x7F if SCALE == 0 else 0xFF, byte)
+    if (UNDERFLOW_BYTE != 0) or (ZERO_BYTE != 0) or FLOORS:
+        d = decode_e4m3(byte) if SCALE == 0 else decode_ue5m3(byte)
+    DIVIDE: tl.constexpr = (ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)
+    if ENCODE_ORDER == 0:
+        factor = tl.div_rn(1.0, d * g)
+        factor = tl.where(factor > 3.4028234663852886e38, 3.4028234663852886e38, factor)
+    elif ENCODE_ORDER == 1:
+        factor = d * g
+    elif ENCODE_ORDER == 2:
+        factor = tl.div_rn(gs, d)
+    elif ENCODE_ORDER == 3:
+        factor = tl.div_rn(d, gs)
+    else:
+        factor = _rcp(d * _rcp(gs, table, APPROX), table, APPROX)
+    zero = byte == 0
+    if UNDERFLOW == 1:
+        zero = zero & (amax == 0)
+    factor = tl.where(zero, float("inf") if DIVIDE else 0.0, factor)
+    return byte, tl.where(bad, float("nan"), factor), d
+
+
+@triton.jit
+def _scaled(x, factor, DIVIDE: tl.constexpr):
+    """x [n, block] by the factor of each row."""
+    if DIVIDE:
+        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape))
+    else:
+        y = x * factor[:, None]
+    return y
+
+
+@triton.jit
+def _codes(
+    x, y, PACK: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr, TIE: tl.constexpr,
+    ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr,
+):  # fmt: skip
+    """Codes of the scaled elements y of x, i32, one an element, by any recipe."""
+    TOP_BIT: tl.constexpr = 8 if PACK else 128
+    SHIFT: tl.constexpr = 28 if PACK else 24
+    NAN_MAX: tl.constexpr = 7 if PACK else 127
+    code = _sign(encode_magnitude(y, MAN, EMIN, TOP, TOP_CODE, TIE), x, y, ZERO_SIGN, TOP_BIT, SHIFT)
+    if NAN_CODE == 0:
+        code = tl.where(y != y, NAN_MAX, code)
+    elif NAN_CODE == 1:
+        code = tl.where(y != y, NAN_MAX | ((bits_of(x) >> SHIFT) & TOP_BIT), code)
+    else:
+        code = tl.where(y != y, 0, code)
+    return code
+
+
+@triton.jit
+def _error(code, d, g, x, RULE: tl.constexpr):
+    """Error of a block's codes, f32 [n]: sum of squares (1), of magnitudes (2), or the largest magnitude (3).
+
+    Neighbours are added pairwise, level by level, so that the order of the sums is the same everywhere; needs fp fusion off.
+    """
+    e = tl.abs(decode_e2m1(code) * (d * g)[:, None] - x)
+    if RULE == 1:
+        e = e * e
+    while e.shape[1] > 1:
+        a, b = tl.split(tl.reshape(e, [e.shape[0], e.shape[1] // 2, 2]))
+        if RULE == 3:
+            e = tl.where(a > b, a, b)
+        else:
+            e = a + b
+    return tl.reshape(e, [e.shape[0]])
+
+
+@triton.jit
 def _place(b, blocks_row, rows_mat, s_mat, s_row, s_k, BLOCK: tl.constexpr, FLAT: tl.constexpr):
     """Element offset of the first element of block b; no division when rows follow each other without gaps."""
     if FLAT:
@@ -161,7 +246,7 @@ def _quantize_kernel(
     RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
     TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
     SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
-    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr,
+    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
     b = first + tl.arange(0, N)
@@ -205,59 +290,28 @@ def _quantize_kernel(
         v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND, FLUSH)
         if SCALE_FLOOR > 0:
             v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
-        S_EMIN: tl.constexpr = -6 if SCALE == 0 else -14
-        S_TOP_CODE: tl.constexpr = 0x7E if SCALE == 0 else 0xFE
-        S_NAN: tl.constexpr = 0x7F if SCALE == 0 else 0xFF
-        fields = fields_of(round_even(v, 3, S_EMIN), 3, S_EMIN, S_TOP_CODE)
-        byte = (fields >> 20).to(tl.int32)
-        UNDO: tl.constexpr = 2.0 ** (126 + S_EMIN)
-        d = fields.to(tl.float32, bitcast=True) * UNDO
-        if UNDERFLOW_BYTE != 0:
-            byte = tl.where(byte == 0, UNDERFLOW_BYTE, byte)
-        if (ZERO_BYTE != UNDERFLOW_BYTE) or (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0):
-            byte = tl.where(amax == 0, ZERO_BYTE, byte)
-        byte = tl.where(bad, S_NAN, byte)
-        if (UNDERFLOW_BYTE != 0) or (ZERO_BYTE != 0) or (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0):
-            d = decode_e4m3(byte) if SCALE == 0 else decode_ue5m3(byte)
-        DIVIDE: tl.constexpr = (ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)
-        if ENCODE_ORDER == 0:
-            factor = tl.div_rn(1.0, d * g)
-            factor = tl.where(factor > 3.4028234663852886e38, 3.4028234663852886e38, factor)
-        elif ENCODE_ORDER == 1:
-            factor = d * g
-        elif ENCODE_ORDER == 2:
-            factor = tl.div_rn(gs, d)
-        elif ENCODE_ORDER == 3:
-            factor = tl.div_rn(d, gs)
-        else:
-            factor = _rcp(d * _rcp(gs, table_ptr, APPROX), table_ptr, APPROX)
-        zero = byte == 0
-        if UNDERFLOW == 1:
-            zero = zero & (amax == 0)
-        factor = tl.where(zero, float("inf") if DIVIDE else 0.0, factor)
-        factor = tl.where(bad, float("nan"), factor)
+        FLOORS: tl.constexpr = (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0)
+        byte, factor, d = _e4m3_scale(
+            v, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
+        )
 
-    if SCALE != 2 and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)):
-        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], [N, BLOCK]))
-    else:
-        y = x * factor[:, None]
-    if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1:
+    DIVIDE: tl.constexpr = (SCALE != 2) and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3))
+    y = _scaled(x, factor, DIVIDE)
+    if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
         # the usual case, with the fewest instructions: NaN has become 7 by itself; signs join while codes still are at bit 22
         fields = fields_of(round_even(y, MAN, EMIN), MAN, EMIN, TOP_CODE) | ((bits_of(x) >> 6) & 0x02000000).to(tl.uint32, bitcast=True)
         even, odd = tl.split(tl.reshape(fields, [N, BLOCK // 2, 2]))
         packed = ((even + (odd << 4)) >> 22).to(tl.uint8)
     else:
-        code = encode_magnitude(y, MAN, EMIN, TOP, TOP_CODE, TIE)
-        TOP_BIT: tl.constexpr = 8 if PACK else 128
-        SHIFT: tl.constexpr = 28 if PACK else 24
-        code = _sign(code, x, y, ZERO_SIGN, TOP_BIT, SHIFT)
-        NAN_MAX: tl.constexpr = 7 if PACK else 127
-        if NAN_CODE == 0:
-            code = tl.where(y != y, NAN_MAX, code)
-        elif NAN_CODE == 1:
-            code = tl.where(y != y, NAN_MAX | ((bits_of(x) >> SHIFT) & TOP_BIT), code)
-        else:
-            code = tl.where(y != y, 0, code)
+        code = _codes(x, y, PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
+        if FOUR_OVER_SIX != 0:
+            byte4, factor4, d4 = _e4m3_scale(
+                v * 1.5, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
+            )
+            code4 = _codes(x, _scaled(x, factor4, DIVIDE), PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
+            four = _error(code4, d4, g, x, FOUR_OVER_SIX) < _error(code, d, g, x, FOUR_OVER_SIX)
+            byte = tl.where(four, byte4, byte)
+            code = tl.where(four[:, None], code4, code)
         packed = pack_nibbles(code) if PACK else code.to(tl.uint8)
     WIDTH: tl.constexpr = BLOCK // 2 if PACK else BLOCK
     place = (b * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -374,7 +428,7 @@ def quantize_blocks(
         codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
         blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
         N=n, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
-        **_constants(fmt, recipe, x.dtype),
+        **_constants(fmt, recipe, x.dtype), **({} if recipe.four_over_six == "off" else {"enable_fp_fusion": False}),
     )  # fmt: skip
     return codes, scale
 
@@ -406,6 +460,7 @@ def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any
         "APPROX": recipe.reciprocal != "exact",
         "AMAX_FLOOR": recipe.amax_floor,
         "FLUSH": recipe.flush,
+        "FOUR_OVER_SIX": recipe.code("four_over_six") if fmt.elem.bits == 4 and fmt.scale.name != "ue8m0" else 0,
         "ROUND": _ROUND[dtype] if recipe.scale_dtype == "input" else 0,
     }
 
