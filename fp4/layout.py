@@ -20,9 +20,13 @@ import numpy as np
 import torch
 
 from fp4.errors import LayoutError
+from fp4.layout_bytes import ByteRange, Reason, as_bytes, as_storage, checked_index, map_words
 from fp4.layout_spec import DIMS, Axis, Digit, WordProgram, canonical, digits, parse, word_program
 
 __all__ = ["ByteRange", "Chain", "Layout", "Reason", "Segmented"]
+
+#: bytes that the torch path moves in one go
+_AT_ONCE = 1 << 26
 
 
 class Geometry(NamedTuple):
@@ -34,83 +38,6 @@ class Geometry(NamedTuple):
     prows: int
     pcols: int
     free: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class ByteRange:
-    """Bytes of one shard inside one expert: ``length`` bytes at ``start``, repeated ``count`` times, ``stride`` bytes apart."""
-
-    start: int
-    length: int
-    count: int = 1
-    stride: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.length * self.count
-
-    def take(self, y: torch.Tensor) -> torch.Tensor:
-        """The shard's bytes out of storage ``y`` u8 [..., nbytes], in the order the shard itself would be stored."""
-        runs = [y[..., self.start + i * self.stride : self.start + i * self.stride + self.length] for i in range(self.count)]
-        return torch.cat(runs, -1) if len(runs) != 1 else runs[0]
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why something is not possible; false in a condition."""
-
-    text: str
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _map_words(y: torch.Tensor, program: WordProgram) -> torch.Tensor:
-    if not y.numel():
-        return y
-    w = y.contiguous().view(torch.int32)
-
-    def swap(w: torch.Tensor, shift: int, mask: int) -> torch.Tensor:
-        t = (w ^ (w >> shift)) & mask
-        return w ^ t ^ (t << shift)
-
-    for shift, mask in program.before:
-        w = swap(w, shift, mask)
-    out = torch.zeros_like(w)
-    for shift, mask in program.pairs:
-        out |= (w >> shift if shift >= 0 else w << -shift) & mask
-    for shift, mask in program.after:
-        out = swap(out, shift, mask)
-    return out.view(torch.uint8)
-
-
-def as_bytes(where: str, x: Any) -> tuple[torch.Tensor, bool]:
-    """x as a u8 torch tensor, and whether it came from numpy."""
-    if isinstance(x, np.ndarray):
-        if x.dtype.itemsize != 1 or x.dtype == np.bool_:
-            raise LayoutError(f"{where}: input has dtype {x.dtype}; need raw bytes, pass x.view(np.uint8)")
-        return torch.from_numpy(np.ascontiguousarray(x).view(np.uint8)), True
-    if not isinstance(x, torch.Tensor):
-        raise LayoutError(f"{where}: input is {type(x).__name__}; need a torch tensor or a numpy array of bytes")
-    if x.element_size() != 1 or x.dtype == torch.bool:
-        raise LayoutError(f"{where}: input has dtype {x.dtype}; need raw bytes, pass x.view(torch.uint8)")
-    return x.view(torch.uint8), False
-
-
-def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
-    """Flat u8 bytes of storage of any dtype, and whether they came from numpy."""
-    numpy = isinstance(y, np.ndarray)
-    if not numpy and not isinstance(y, torch.Tensor):
-        raise LayoutError(f"{where}: storage is {type(y).__name__}; need a torch tensor or a numpy array")
-    if not (y.flags.c_contiguous if numpy else y.is_contiguous()):
-        raise LayoutError(f"{where}: storage has strides; bytes are read in memory order, pass the contiguous storage tensor")
-    t = torch.from_numpy(y.reshape(-1).view(np.uint8)) if numpy else y.reshape(-1).view(torch.uint8)
-    if t.numel() != need:
-        raise LayoutError(f"{where}: storage has {t.numel()} bytes; need {need} for this shape")
-    return t, numpy
 
 
 class Orders:
@@ -280,6 +207,12 @@ class Layout(Orders):
 
     def _apply(self, t: torch.Tensor, g: Geometry) -> torch.Tensor:
         self.check_words(g)
+        if g.lead and t.numel() > _AT_ONCE:  # expert by expert: temporaries are several times the input
+            flat = t.reshape(-1, *t.shape[-2:])
+            y = torch.empty(len(flat), g.prows * g.pcols // self.units_per_byte, dtype=torch.uint8, device=t.device)
+            for i, one in enumerate(flat):
+                y[i] = self._apply(one, g._replace(lead=()))
+            return y.reshape(*g.lead, -1)
         per_byte = self.units_per_byte
         right, down = (g.pcols - g.cols) // per_byte, g.prows - g.rows
         if right or down:
@@ -293,7 +226,7 @@ class Layout(Orders):
         t = (t.flip(flips) if flips else t).reshape(*g.lead, g.prows * g.pcols)
         if per_byte == 2:
             t = t[..., 0::2] | t[..., 1::2] << 4
-        return t.contiguous() if self.word is None else _map_words(t, self.word_program())
+        return t.contiguous() if self.word is None else map_words(t, self.word_program())
 
     def invert(self, y: Any, shape: Sequence[int]) -> Any:
         """Storage y of any shape and dtype, contiguous -> u8 ``shape`` [..., rows, columns]; padding is dropped, never read."""
@@ -309,8 +242,13 @@ class Layout(Orders):
 
     def _invert(self, flat: torch.Tensor, g: Geometry) -> torch.Tensor:
         self.check_words(g)
+        if g.lead and flat.numel() > _AT_ONCE:
+            experts = flat.reshape(math.prod(g.lead), -1)
+            return torch.stack([self._invert(one, g._replace(lead=())) for one in experts]).reshape(
+                *g.lead, g.rows, g.cols // self.units_per_byte
+            )
         if self.word is not None:
-            flat = _map_words(flat, self.word_program(inverse=True))
+            flat = map_words(flat, self.word_program(inverse=True))
         if self.units_per_byte == 2:
             flat = torch.stack((flat & 15, flat >> 4), -1)
         lead = len(g.lead)
@@ -419,20 +357,6 @@ class Layout(Orders):
 
     def __str__(self) -> str:
         return self.name
-
-
-def checked_index(where: str, value: Any, size: int, what: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.to(torch.int64)
-        low, high = (int(value.min()), int(value.max())) if value.numel() and not value.is_cuda else (0, -1)
-    elif isinstance(value, np.ndarray):
-        value = value.astype(np.int64)
-        low, high = (int(value.min()), int(value.max())) if value.size else (0, -1)
-    else:
-        low = high = value = int(value)
-    if low < 0 or high >= size:
-        raise LayoutError(f"{where}: {what} = {low if low < 0 else high} is outside 0..{size - 1}")
-    return value
 
 
 def __getattr__(name: str) -> Any:

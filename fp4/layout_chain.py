@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fp4.errors import LayoutError
-from fp4.layout import Layout, Orders, as_bytes, as_storage, checked_index
+from fp4.layout import Layout, Orders
+from fp4.layout_bytes import as_bytes, as_storage, checked_index
 
 __all__ = ["Chain", "Segmented"]
 

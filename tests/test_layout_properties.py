@@ -327,6 +327,16 @@ def test_any_one_byte_dtype_and_any_strides() -> None:
     assert_same_bytes(layout.invert(want.view(torch.int32).reshape(2, 4, 64), (130, 6)), x)
 
 
+@pytest.mark.parametrize("name", ["sf_128x4", "marlin_w", "hopper_value_v3"])
+def test_large_expert_tensors_go_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = fp4.layouts[name]
+    x = torch.from_numpy(counter_bytes((2, 3, *sample_shape(layout, layout.multiple[0], layout.multiple[1]))))
+    want = layout.apply(x)
+    monkeypatch.setattr("fp4.layout._AT_ONCE", 100)
+    assert_same_bytes(layout.apply(x), want)
+    assert_same_bytes(layout.invert(want, x.shape), x)
+
+
 BAD = [
     (lambda: Layout("x", "m k"), "must read"),
     (lambda: Layout("x", "m k n -> m k n"), "two groups"),
