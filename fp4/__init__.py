@@ -25,6 +25,8 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     **{n: ("fp4.ops", n) for n in ("dequantize", "fake_quantize", "quantize", "to_layout")},
     **{n: ("fp4.layer", n) for n in ("explain", "matmul", "moe", "prepare", "prepare_moe", "warmup")},
     **{n: ("fp4.prepared", n) for n in ("Prepared", "PreparedMoE")},
+    "load_prepared": ("fp4.prepared", "load"),
+    "fuse": ("fp4.fuse", ""),
     "open_checkpoint": ("fp4.checkpoint", "open_checkpoint"),
     "testing": ("fp4.testing", ""),
 }

@@ -203,6 +203,19 @@ class _Base:
             lines += ["  ranking:", *("  " + line for line in self.reasons.splitlines()[1:])]
         return "\n".join(lines)
 
+    def shards(self, dim: str, size: int) -> dict[str, Any]:
+        """Array name -> where ``size`` equal tensor-parallel shards lie in its stored bytes, or a Reason (false) why it cannot be cut.
+
+        ``dim``: "n" (rows) or "k" (columns). Byte ranges are those of one expert; scales follow their own layout.
+        """
+        if dim not in ("n", "k"):
+            raise Fp4Error(f"shards: dim is {dim!r}; need 'n' or 'k'")
+        out = {}
+        for prefix, about in self.logical.items():
+            for part in ("codes", "scale"):
+                out[prefix + part] = storage.shards(self.layouts[prefix + part], getattr(about, part), int(dim == "k"), size)
+        return out
+
     def _as(self, name: str) -> str:
         return str(self.layouts[name]) if name in self.layouts else ""
 

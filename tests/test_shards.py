@@ -173,6 +173,25 @@ def test_tensor_parallel_experts_add_up(order: str, inter: int, size: int) -> No
     close(sum(fp4.moe(x, r, ids, w) for r in ranks), whole)
 
 
+def test_stored_bytes_are_cut_where_the_layout_allows() -> None:
+    w = random_weight(0, "nvfp4", 64, 128)
+    p = fp4.prepare(w, "reference")
+    for dim, axis in (("n", 0), ("k", 1)):
+        for part, ranges in p.shards(dim, 2).items():
+            stored, logical = p.arrays[part].flatten(), getattr(w, part)
+            assert len(ranges) == 2, part
+            for r, want in zip(ranges, logical.chunk(2, axis), strict=True):
+                assert torch.equal(r.take(stored), want.flatten()), (dim, part)
+    assert not p.shards("n", 3)["codes"]
+    experts = fp4.prepare_moe(random_weight(1, "mxfp4", 2, 64, 64), random_weight(2, "mxfp4", 2, 64, 32), gate_up="gate_up", device="sm90")
+    reasons = experts.shards("n", 2)
+    if experts.layouts["w13.codes"].order is not None:
+        assert not reasons["w13.codes"]
+        assert "gate and up of one shard are not together" in str(reasons["w13.codes"])
+    with pytest.raises(fp4.Fp4Error, match="dim is 'm'"):
+        p.shards("m", 2)
+
+
 # ---- expert parallel ---------------------------------------------------------------------------------------------------------------
 
 

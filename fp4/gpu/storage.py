@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fp4.errors import LayoutError
 from fp4.tensor import GATE_UP_ORDERS
 
-__all__ = ["PLAIN", "Stored", "apply", "invert", "reorder_bias", "reorder_gate_up"]
+__all__ = ["PLAIN", "Stored", "apply", "invert", "reorder_bias", "reorder_gate_up", "shards"]
 
 
 @dataclass(frozen=True)
@@ -175,3 +175,23 @@ def invert(t: torch.Tensor, s: Stored, shape: tuple[int, ...], order: str | None
     if s.order is not None:
         t = reorder_gate_up(t, s.order, order or s.order)
     return t.contiguous()
+
+
+def shards(s: Stored, shape: tuple[int, ...], dim: int, size: int) -> Any:
+    """Where ``size`` equal shards along ``dim`` (0 rows, 1 columns) of one expert's logical ``shape`` lie in its stored bytes.
+
+    A tuple of ``fp4.layout.ByteRange``, or a Reason (false) that says why stored bytes cannot be cut there: shard the logical tensor then,
+    ``fp4.fuse.shard``, and prepare the shards.
+    """
+    from fp4.layout import Reason
+
+    rows, cols = shape[-2:]
+    if s.order is not None and dim == 0:
+        return Reason(f"rows are stored as {s.order}: gate and up of one shard are not together")
+    if s.shape not in (None, (rows, cols)):
+        return Reason(f"{rows} x {cols} is padded to {s.shape[0]} x {s.shape[1]} before it is stored" if s.shape else "padded")
+    if s.encode:
+        return Reason(f"bytes are encoded by {', '.join(s.encode)}, which may look at the whole tensor")
+    if ">>" in s.layout:
+        return Reason(f"{s.layout} is a chain of row orders; a shard of it is no shard of the rows")
+    return _chain(s.layout).shard(dim, size, (rows, cols))
