@@ -413,6 +413,18 @@ def test_f13_exclusion_is_not_a_substring(tmp_path: Path) -> None:
     assert not ck.warnings
 
 
+@pytest.mark.parametrize(("pattern", "name"), [("mlp.gate", "mlp.gate_proj"), ("mlp.shared_expert", "mlp.shared_expert_gate")])
+def test_f13_exclusion_ends_at_a_dot(tmp_path: Path, pattern: str, name: str) -> None:
+    """As a substring, mlp.gate would hit mlp.gate_proj."""
+    ex = cb.modelopt()
+    ex.nested = cb.nested_config(exclude=["lm_head", L + pattern])
+    ex.tensors[f"{L}{pattern}.weight"] = cb.floats(4, 64)
+    cb.add_nvfp4(ex, L + name, 128, 64, 0.25, 0.5)
+    ck = opened(ex, tmp_path)
+    assert isinstance(ck[f"{L}{name}.weight"], fp4.QuantizedTensor)
+    assert ck[f"{L}{pattern}.weight"].dtype == torch.bfloat16
+
+
 def mixed(layers: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, **more}}
 
