@@ -18,7 +18,9 @@ import triton.language as tl
 from fp4.formats import Format
 from fp4.layout import Layout
 from fp4.recipe import Recipe
+from fp4.ref.activation import Activation
 from fp4.ref.scales import rcp_approx_table, reciprocal
+from fp4.ref.triton_activation import activate, constants
 from fp4.ref.triton_codes import (
     bits_of,
     decode_e2m1,
@@ -237,7 +239,7 @@ def _place(b, blocks_row, rows_mat, s_mat, s_row, s_k, BLOCK: tl.constexpr, FLAT
 
 @triton.jit(do_not_specialize=["blocks", "blocks_row", "rows_mat", "RO", "CO", "bytes_mat"])
 def _quantize_kernel(
-    x_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr,
+    x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
     blocks, blocks_row, rows_mat, s_mat, s_row, s_k, RO, CO, bytes_mat,
     N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
     DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
@@ -247,6 +249,7 @@ def _quantize_kernel(
     TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
     SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
     APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
+    ACT: tl.constexpr, ACT_ROUND: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
     b = first + tl.arange(0, N)
@@ -255,6 +258,9 @@ def _quantize_kernel(
     start = _place(b, blocks_row, rows_mat, s_mat, s_row, s_k, BLOCK, FLAT)
     step = e if FLAT else e * s_k
     x = _load_f32(x_ptr + start[:, None] + step[None, :], live[:, None])
+    if ACT >= 0:
+        up = _load_f32(up_ptr + start[:, None] + step[None, :], live[:, None]) if ACT > 0 else x
+        x = _step(activate(x, up, p0, p1, p2, ACT), ACT_ROUND)
 
     if FLUSH:
         x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
@@ -392,12 +398,15 @@ def quantize_blocks(
     scale_layout: Layout | None = None,
     tile: int | None = None,
     num_warps: int = 4,
+    activation: Activation | None = None,
+    up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``quantize.quantize_blocks``, by Triton.
+    """As ``quantize.quantize_blocks``, by Triton; with ``activation`` of ``activation(x, up)``, rounded to x's dtype, in the same pass.
 
     Shapes::
 
         x:            f32, bf16 or f16 [..., k], any strides, on a GPU (or a CPU in the interpreter)
+        up:           as x, with the same strides, for a gated activation (x is the gate)
         global_scale: f32 [] or [x.shape[0]], or None = 1; encode_scale likewise, None = 1 / global_scale
         -> codes u8 [..., k / codes_per_byte]; scale u8 [..., k / block], or, with ``scale_layout``, u8 [..., nbytes of one expert]
            in its storage order, padding filled with its fill byte
@@ -423,12 +432,16 @@ def quantize_blocks(
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
     flat = s_k == 1 and s_row == k and (mats == 1 or s_mat == rows_mat * k)
     reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
+    act, params = (-1, (0.0, 0.0, 0.0)) if activation is None else constants(activation)
+    other = rows if up is None else strides(up)[0]
+    as_bits = interpreted() and rows.dtype == torch.bfloat16
     _quantize_kernel[(triton.cdiv(blocks, n),)](
-        rows.view(torch.int16) if interpreted() and rows.dtype == torch.bfloat16 else rows,
-        codes, scale, g, gs, rcp_approx_table(x.device) if approx else one,
+        rows.view(torch.int16) if as_bits else rows, other.view(torch.int16) if as_bits else other,
+        codes, scale, g, gs, rcp_approx_table(x.device) if approx else one, *params,
         blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
         N=n, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
-        **_constants(fmt, recipe, x.dtype), **({} if recipe.four_over_six == "off" else {"enable_fp_fusion": False}),
+        ACT=act, ACT_ROUND=_ROUND[x.dtype], **_constants(fmt, recipe, x.dtype),
+        **({} if recipe.four_over_six == "off" else {"enable_fp_fusion": False}),
     )  # fmt: skip
     return codes, scale
 
