@@ -11,6 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import fp4
 from fp4 import layouts as catalogue
@@ -18,7 +20,7 @@ from fp4.gpu.kernels import permute
 from fp4.layout import Layout
 from fp4.layout_doc import sample_shape
 from fp4.ref.triton_layout import layout_offset
-from fp4.testing import assert_same_bytes
+from fp4.testing import assert_same_bytes, strategies
 from fp4.testing.goldens import counter_bytes
 
 GPU = torch.cuda.is_available()
@@ -180,3 +182,17 @@ def test_more_than_2_31_bytes_on_the_device() -> None:
     for m, k in ((0, 0), (rows - 1, cols - 1), (rows - 77, 1030), (2**19 + 5, 3)):
         assert y[layout.offset((rows, cols), m, k)] == x[m, k]
     assert torch.equal(layout.invert(y, x.shape), x)
+
+
+@settings(max_examples=12)
+@given(data=st.data(), layout=strategies.layouts())
+def test_random_layouts_through_the_kernel(data: st.DataObject, layout: Layout) -> None:
+    assume(permute.can(layout))
+    shape = data.draw(strategies.shapes(layout, tiles=2))
+    padded = layout.padded(shape)
+    assume(np.prod(padded) <= 1 << 15 and (layout.word is None or padded[-2] * padded[-1] % 4 == 0))
+    x = data.draw(strategies.byte_tensors(shape))
+    want = layout._apply(x, layout.geometry(shape))
+    got = permute.apply(layout, x.to(DEVICE), tile_bytes=2048)
+    assert_same_bytes(got, want, layout=layout, shape=shape)
+    assert_same_bytes(permute.invert(layout, got, shape, tile_bytes=2048), x)

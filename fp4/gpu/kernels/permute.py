@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fp4.errors import LayoutError
-from fp4.gpu.kernels.permute_plan import RANK, plan
+from fp4.gpu.kernels.permute_plan import RANK, plan, whole_rows
 from fp4.layout import Layout
 
 __all__ = ["Launch", "apply", "arguments", "can", "invert"]
@@ -231,19 +231,17 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
     """Launch for a byte shape [..., rows, columns] whose pointers are multiples of ``align`` bytes."""
     g = layout.geometry(shape)
     columns, padded = shape[-1], g.pcols // layout.units_per_byte
-    inner = layout.axes[layout.order[-1]]
-    whole_rows = inner.dim == 1 and not inner.size  # storage has free rows at the inside: their length must be aligned too
-    align = _gcd16(align, columns, padded if whole_rows else 0)
+    align = _gcd16(align, columns, padded if whole_rows(layout) else 0)  # rows kept whole in storage must be aligned there too
     p = plan(layout, align, tile_bytes)
     if p is None:
         raise AssertionError(f"permute kernel: no plan for {layout}; callers ask can() first")
     element = p.item * p.group >> p.nibble
-    ro, co = g.free[0], g.free[1] // (p.item if whole_rows else 1)
+    ro, co = g.free[0], g.free[1] // (p.item if p.whole_rows else 1)
     vec_c = max(align // p.item, 1)
     # row extents inside the stride of a short run decide how wide a store may be
     short = any(s[4] and s[3] * p.item * 8 // (8 << p.nibble) < 16 for s in p.store)
     vec_r = _gcd16(ro) if short else 1
-    vec_co = vec_c if whole_rows else 1
+    vec_co = vec_c if p.whole_rows else 1
     n_row, n_col = triton.cdiv(ro, p.chunk_rows), triton.cdiv(co, p.chunk_cols)
     experts = math.prod(g.lead)
     stored = g.prows * padded // element if experts != 1 else 0

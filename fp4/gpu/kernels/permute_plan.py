@@ -9,7 +9,7 @@ from functools import lru_cache
 from fp4.layout import Layout
 from fp4.layout_spec import Axis, digits
 
-__all__ = ["RANK", "Plan", "plan"]
+__all__ = ["RANK", "Plan", "plan", "whole_rows"]
 
 #: axes of the tile tensors; shorter layouts are filled up with axes of one item
 RANK = 10
@@ -38,6 +38,8 @@ class Plan:
     #: items that make one stored element: 2 nibbles, 4 bytes or 8 nibbles of a word, else 1
     group: int
     place_cols: int
+    #: storage ends in whole, unsplit rows: their length in items is the column extent
+    whole_rows: int
 
 
 def _power_of_two(n: int) -> bool:
@@ -58,6 +60,12 @@ def _split(layout: Layout, align: int) -> tuple[int, list[Axis]]:
     if size:
         axes[last] = axes[last]._replace(size=size // item)
     return item, axes
+
+
+def whole_rows(layout: Layout) -> bool:
+    """Storage ends in whole, unsplit rows, which may be of any length."""
+    last = layout.order[-1] if layout.order else -1
+    return last == len(layout.axes) - 1 and layout.axes[last] == Axis(1, 0) and [a.dim for a in layout.axes].count(1) == 1
 
 
 @lru_cache(maxsize=4096)
@@ -103,7 +111,12 @@ def plan(layout: Layout, align: int, tile_bytes: int) -> Plan | None:
             other = free[0] is not None and (free[1] is None or width() >= 512 or (inner_free == 0 and width() >= 256))
             chunk[0 if other else 1] *= 2
     group = 1 if item > 1 else (4 if layout.word is not None else 1) << nibble
-    if run() % group:
+    tail = 1  # items below the innermost free axis: its extent is any number, so a stored element must not reach across it
+    for i in reversed(order):
+        if axes[i].flip or not axes[i].size:
+            break
+        tail *= axes[i].size
+    if tail % group:
         return None
     d = digits(axes, order)
     place = {i: d[at] for at, i in enumerate(order)}
@@ -139,4 +152,5 @@ def plan(layout: Layout, align: int, tile_bytes: int) -> Plan | None:
         run=run(),
         group=group,
         place_cols=place[free[1]].div if free[1] is not None else 0,
+        whole_rows=int(whole_rows(layout)),
     )
