@@ -92,7 +92,7 @@ def supports(problem: Problem) -> Ok | No:
         return Ok(60, "strided, spills registers")
     if p.op == "matmul":
         return Ok(32, "swizzled for wgmma; after our tuned kernel, which needs no Python a call")
-    return Ok(20, "swizzled for wgmma, fused activation") if _fused(p.activation) else Ok(35, "swizzled for wgmma, activation not fused")
+    return Ok(15, "swizzled for wgmma, fused activation") if _fused(p.activation) else Ok(35, "swizzled for wgmma, activation not fused")
 
 
 def _fused(act: Any) -> bool:
