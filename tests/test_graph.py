@@ -111,7 +111,7 @@ def poison() -> None:
     del blocks
 
 
-#: W4A16 rounds a linear result once (2^-9), a MoE's intermediate and slots as well; a backend that quantises activations says so in its note
+#: W4A16 rounds a linear result once (2^-9), a MoE's intermediate and slots too; a backend that quantises activations says so in its note
 BOUND = {"matmul": 3e-3, "moe": 6e-3}
 COARSE = 0.2
 
