@@ -20,7 +20,7 @@ import torch
 
 import fp4
 from fp4 import encode
-from fp4.layout import Layout
+from fp4.layout import Layout, Segmented
 from fp4.layouts import get
 from fp4.testing import assert_same_bytes
 from fp4.testing.goldens import counter_bytes
@@ -187,6 +187,42 @@ def test_triton_kernels_blackwell_shuffled(blocks: tuple[int, int]) -> None:
     got = swizzled("BlackwellMX4ValueShuffledLayout", x, block_k=blocks[0], block_n=blocks[1])
     layout = get("blackwell_value_shuffled", block_k=blocks[0], block_n=blocks[1])
     assert_same_bytes(layout.apply(x).reshape(-1), got.reshape(-1), layout=layout, shape=tuple(x.shape))
+
+
+def act_scale_layout() -> Any:
+    cls = getattr(triton_kernels(), "BlackwellActMXScaleLayout", None)
+    if cls is None:
+        pytest.skip("this generation has no BlackwellActMXScaleLayout")
+    return cls
+
+
+def test_triton_kernels_activation_scales() -> None:
+    x = tensor(2, 130, 6)
+    got = act_scale_layout()(None).make_transformation([2, 130, 6], False).swizzle_data(x)
+    assert_same_bytes(get("blackwell_act_sf").apply(x).reshape(-1), got.reshape(-1))
+
+
+def test_triton_kernels_ragged_activation_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One padded block range an expert, empty experts, unused blocks zero: the vendor's padding kernel in the interpreter."""
+    cls = act_scale_layout()
+    if torch.cuda.is_available():
+        pytest.skip("runs in Triton's interpreter, which is for machines without a GPU")
+    monkeypatch.setattr("triton_kernels.target_info.num_sms", lambda: 4)
+    sizes = [130, 0, 5, 256]
+    blocks = [-(-n // 128) for n in sizes]
+    schedule = [(b << 16) | e for e, n in enumerate(blocks) for b in range(n)]
+    total = -(-(sum(sizes) - len(sizes) + 1) // 128) + len(sizes) - 1  # the library's static bound
+    metadata = types.SimpleNamespace(
+        slice_sizes=torch.tensor(sizes, dtype=torch.int32),
+        slice_offs=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
+        block_offs=lambda size: torch.tensor([0, *np.cumsum(blocks)], dtype=torch.int32),
+        block_schedule=lambda size: torch.tensor([*schedule, *[-1] * (total - len(schedule))], dtype=torch.int32),
+        n_blocks=lambda *a: total,
+    )
+    x = tensor(sum(sizes), 6)
+    got = cls(metadata).make_transformation([sum(sizes), 6], False).swizzle_data(x)
+    segmented = Segmented(get("blackwell_act_sf"), (0, *np.cumsum(sizes).tolist()), capacity=128 * total)
+    assert_same_bytes(segmented.apply(x), got.reshape(-1))
 
 
 # ---- Marlin: vLLM and SGLang ---------------------------------------------------------------------------------------------------------
