@@ -87,7 +87,7 @@ def e8m0_scales(n: int, k: int, block: int = 32, seed: int = 0) -> torch.Tensor:
 def values(packed: torch.Tensor, scale: torch.Tensor, block: int, kind: str = "e4m3", second: float = 1.0) -> torch.Tensor:
     """f32 [n, k]: code * scale * second, from Python's own numbers."""
     raw = packed.view(torch.uint8).numpy()
-    both = np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1)
+    both = np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], 2 * raw.shape[-1])
     element = np.array(E2M1, dtype=np.float64)[both]
     factor = np.array(SCALES[kind], dtype=np.float64)[scale.view(torch.uint8).numpy()].repeat(block, -1)
     return torch.from_numpy((element * factor * second).astype(np.float32))

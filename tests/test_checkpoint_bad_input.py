@@ -592,3 +592,24 @@ def test_names_that_are_not_tensors(tmp_path: Path) -> None:
         ck.dequantize("lm_head.weight", torch.uint8)
     for options in ({"trust": "me"}, {"activations": "none"}):
         refused(tmp_path, "need", **options)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x00", "\ud800", "\x1b[31m"])
+def test_names_that_would_garble_a_terminal(tmp_path: Path, name: str) -> None:
+    refused(cb.raw_file(tmp_path / "m.safetensors", {name: GOOD["a"]}, b"1234"), "control characters or lone surrogates")
+
+
+@pytest.mark.parametrize(("n", "experts"), [(0, 2), (32, 0)])
+def test_empty_tensors(tmp_path: Path, n: int, experts: int) -> None:
+    """No rows or no experts: empty values, no failure."""
+    ex = cb.Example(config=cb.model_config(), nested=cb.nested_config(exclude=[]))
+    cb.add_nvfp4(ex, "m", 0, 64, 0.5, 0.5)
+    ex.tensors |= {"e.experts.gate_up_proj": torch.zeros(experts, 32, n, dtype=torch.uint8)}
+    ex.tensors["e.experts.gate_up_proj_weight_scale"] = torch.zeros(experts, 4, n, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    ex.tensors |= {"e.experts.gate_up_proj_weight_scale_2": cb.f32(0.0), "e.experts.gate_up_proj_input_scale": cb.f32(0.5)}
+    ck = fp4.open_checkpoint(ex.write(tmp_path))
+    assert ck.dequantize("m.weight").shape == (0, 64)
+    assert ck["m.weight"].shape == (0, 64)
+    assert ck.dequantize("e.experts.gate_up_proj").shape == (experts, 64, n)
+    assert ck["e.experts.gate_up_proj"].shape == (experts, n, 64)
+    inspect(ck)

@@ -177,7 +177,10 @@ def big(folder: Path, rows: int, k: int, experts: int) -> Path:
 
 @pytest.mark.slow
 def test_memory_is_one_output_and_200_megabytes(tmp_path: Path) -> None:
-    """The largest output is 256 MiB (bf16), the file 330 MiB; the peak may be one output plus 200 MB above the baseline."""
+    """The largest output is 256 MiB (bf16). The promise is one output plus 200 MB above the baseline; held here to 80 MB,
+
+    so that the input's pages (71 MB), if they stayed mapped, would be noticed.
+    """
     folder = big(tmp_path / "in", 4096, 4096, 8)
     code = (
         "import sys, json, resource, torch, fp4\nfrom fp4.checkpoint.dequantize import dequantize_checkpoint as d\n"
@@ -190,7 +193,7 @@ def test_memory_is_one_output_and_200_megabytes(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     base, top = map(int, out.split())
     output = 8 * 4096 * 4096 * 2
-    assert top - base < output + 200_000_000, f"{(top - base) / 1e6:.0f} MB above the baseline"
+    assert top - base < output + 80_000_000, f"{(top - base) / 1e6:.0f} MB above the baseline"
 
 
 # inspect

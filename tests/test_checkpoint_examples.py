@@ -188,7 +188,8 @@ def test_a_mxfp8_neighbour(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "block"), [((), None), ((1,), None), ((64, 1), "row"), ((64,), "row"), ((1, 1), (64, 64)), ((2, 2), (32, 32))]
+    ("shape", "block"),
+    [((), None), ((1,), None), ((64, 1), "row"), ((64,), "row"), ((1, 1), (64, 64)), ((2, 2), (32, 32)), ((2, 1, 2, 1), (32, 32))],
 )
 def test_fp8_neighbours(tmp_path: Path, shape: tuple[int, ...], block: Any) -> None:
     """FP8 per tensor, per channel and per block, whole model on one machine's config."""
@@ -198,7 +199,7 @@ def test_fp8_neighbours(tmp_path: Path, shape: tuple[int, ...], block: Any) -> N
     ex = cb.Example({"m.weight": weight, "m.weight_scale_inv": scale}, config=cb.model_config(**quant))
     factor = scale.reshape(-1, 1).expand(64, 64) if block == "row" else scale
     if isinstance(block, tuple):
-        factor = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        factor = scale.reshape(64 // block[0], -1).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     ex.want["m.weight"] = weight.float() * factor
     check(ex.write(tmp_path), ex, "deepseek")
 

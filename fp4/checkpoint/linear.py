@@ -62,7 +62,7 @@ def plural(n: int, noun: str) -> str:
 
 def shown(names: Iterable[str]) -> str:
     """Up to ten names and a count."""
-    names = list(names)
+    names = [n if n.isprintable() else repr(n) for n in names]
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
@@ -371,6 +371,8 @@ def fp8_block(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int,
     """Elements that one scale covers: the whole matrix, a row, or a block; None when the shapes do not fit."""
     n, k = weight[-2:]
     lead = math.prod(weight[:-2])
+    if len(scale) == 4 and len(weight) == 2 and scale[1] == scale[3] == 1:  # ModelOpt's FP8_PB_WO: [n / 128, 1, k / 128, 1]
+        scale = (scale[0], scale[2])
     whole = math.prod(scale) == 1 or (math.prod(scale) == lead and len(weight) > 2)
     if whole and (block is None or len(scale) < 2 or (-(-n // block[0]), -(-k // block[1])) == (1, 1)):
         return (n, k)

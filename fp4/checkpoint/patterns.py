@@ -124,6 +124,14 @@ def match_exact_or_prefix(patterns: Sequence[str], names: Names) -> Matches:
     return matches
 
 
+def _compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """The expression of a ``re:`` pattern. Raises CheckpointError when it is not one."""
+    try:
+        return re.compile(pattern[3:])
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{where}: {pattern!r} is not a regular expression: {error}") from None
+
+
 def match_regex_or_exact(patterns: Sequence[str], names: Names, where: str) -> Matches:
     """compressed-tensors: ``re:`` is a regular expression matched from the start (not a full match), else an exact name.
 
@@ -132,10 +140,7 @@ def match_regex_or_exact(patterns: Sequence[str], names: Names, where: str) -> M
     matches = Matches()
     for pattern in patterns:
         if pattern.startswith("re:"):
-            try:
-                rule = re.compile(pattern[3:])
-            except (re.error, RecursionError, OverflowError) as error:
-                raise CheckpointError(f"{where}: {pattern!r} is not a regular expression: {error}") from None
+            rule = _compiled(pattern, where)
             matches.counts[pattern] = matches.add(pattern, names, [s for s in names.sorted if rule.match(s)])
             continue
         matches.counts[pattern] = matches.add(pattern, names, [pattern] if pattern in names.by_spelling else [])
@@ -147,11 +152,14 @@ def match_regex_or_exact(patterns: Sequence[str], names: Names, where: str) -> M
     return matches
 
 
-def match_fnmatch(patterns: Sequence[str], names: Names) -> Matches:
-    """Quark: fnmatch on the module path."""
+def match_fnmatch(patterns: Sequence[str], names: Names, where: str) -> Matches:
+    """Quark: fnmatch on the module path; ``re:`` is a regular expression, as engines read such lists."""
     matches = Matches()
     for pattern in patterns:
-        if any(c in pattern for c in "*?["):
+        if pattern.startswith("re:"):
+            rule = _compiled(pattern, where)
+            spellings = [s for s in names.sorted if rule.match(s)]
+        elif any(c in pattern for c in "*?["):
             rule = re.compile(fnmatch.translate(pattern))
             spellings = [s for s in names.sorted if rule.match(s)]
         else:

@@ -61,10 +61,10 @@ class _Settings:
         if block.get("layer_type_quant_config"):
             raise CheckpointError(f"{plan.place}: {self.where}: layer_type_quant_config is not empty; a file does not tell layer types")
         names = plan.names()
-        self.excluded = match_fnmatch(listed(block.get("exclude"), f"{self.where} exclude"), names)
+        self.excluded = match_fnmatch(listed(block.get("exclude"), f"{self.where} exclude"), names, f"{self.where} exclude")
         plan.count("exclude pattern", self.excluded)
         layers = mapping(block.get("layer_quant_config"), f"{self.where} layer_quant_config")
-        self.layer_of = match_fnmatch(list(layers), names)
+        self.layer_of = match_fnmatch(list(layers), names, f"{self.where} layer_quant_config")
         plan.count("layer_quant_config pattern", self.layer_of)
         outputs: list[Any] = []
         self.specs = {key: self._spec(value, f"layer_quant_config[{key!r}]", outputs) for key, value in layers.items()}

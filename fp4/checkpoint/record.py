@@ -168,7 +168,8 @@ class Reader:
         if second is not None and zero is not None and bool(zero.any()):
             self.note(f"{record.where(store, 'global')}: second-level scale is 0; the tensor is zero, whatever its block scales say")
             scale = scale.clone(memory_format=torch.contiguous_format)
-            scale.view(zero.numel(), -1)[zero.reshape(-1)] = 0x38  # 1.0: finite, so that zero times it is zero
+            if scale.numel():
+                scale.view(zero.numel(), -1)[zero.reshape(-1)] = 0x38  # 1.0: finite, so that zero times it is zero
         if self.repair:
             scale = self._repaired(scale, where)
         check_scale(record, where, scale)
@@ -215,7 +216,7 @@ class Reader:
         assert record.format is not None
         scale, second, zero = self.scales()
         codes = self.codes().contiguous()
-        if zero is not None:
+        if zero is not None and codes.numel():
             codes = codes.clone()
             codes.view(zero.numel(), -1)[zero.reshape(-1)] = 0
         second_input = multiplier(store, record, "input")
@@ -234,9 +235,9 @@ class Reader:
             if role in record.parts:
                 source[role] = store.tensor(record.parts[role])
         experts = math.prod(record.logical[:-2])
-        if second is not None and second.ndim and second.numel() != experts:
+        if second is not None and second.ndim and second.numel() != experts and experts:
             second = self._merge_halves(second, experts, "global")
-        if second_input is not None and second_input.ndim and second_input.numel() != experts:
+        if second_input is not None and second_input.ndim and second_input.numel() != experts and experts:
             # one activation feeds gate and up, so the larger multiplier is safe for both: nothing saturates
             second_input = second_input.reshape(experts, -1).amax(-1)
         return QuantizedTensor(
@@ -298,6 +299,8 @@ def dequantize_record(
     """
     store, record = reader.store, reader.record
     out = torch.zeros(record.shape, dtype=dtype)
+    if not out.numel():
+        return out
     n, k = record.logical[-2:]
     view = out.transpose(-1, -2) if record.transposed else out
     view = view.reshape(-1, n, k) if not record.transposed or view.ndim == 3 else view.unsqueeze(0)

@@ -165,7 +165,14 @@ class SafetensorsFile:
                     raise ValueError
                 numel *= n
             good = type(begin) is int and type(end) is int and 0 <= begin <= end and numel * bits == (end - begin) * 8
-            if not good or len(value) != 3 or type(shape) is not list or len(shape) > 64 or (bits == 4 and shape and shape[-1] % 2):
+            if (
+                not good
+                or not name.isprintable()
+                or len(value) != 3
+                or type(shape) is not list
+                or len(shape) > 64
+                or (bits == 4 and shape and shape[-1] % 2)
+            ):
                 raise ValueError
         except (TypeError, KeyError, ValueError):
             raise self._explain(name, value) from None
@@ -174,6 +181,8 @@ class SafetensorsFile:
     def _explain(self, name: str, value: Any) -> CheckpointError:
         """What is wrong with the header's entry of one tensor."""
         where = f"corrupt header: tensor {name[:200]!r}"
+        if not name.isprintable():
+            return self._error(f"{where} has a name with control characters or lone surrogates")
         if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
             return self._error(f"{where} needs exactly dtype, shape and data_offsets")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
