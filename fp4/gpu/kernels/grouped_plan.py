@@ -39,6 +39,6 @@ def choose(pairs: int, experts: int, n: int, k: int, capability: tuple[int, int]
         return small(8, 1, 4, 4)
     if not wgmma:
         return small(16, 2, 4, 2)
-    if load <= 16:
+    if load <= 12:
         return large(16, 4, 2, 5, u=1)
     return large(64, 8, 1, 5, low=32, u=1)

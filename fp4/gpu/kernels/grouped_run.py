@@ -21,6 +21,7 @@ from fp4.gpu.kernels.routing import max_blocks, reduce_kernel, route_kernel
 __all__ = ["Call", "Chain", "run", "warmup"]
 
 _INF = float("inf")
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 _SCALARS = {
@@ -53,6 +54,11 @@ def _compile(
 @functools.lru_cache(maxsize=8)
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def _chunk(pairs: int) -> int:
+    """Ids that one step of the route kernel takes; few values, so that few kernels exist."""
+    return 128 if pairs <= 128 else 1024 if pairs <= 1024 else 4096
 
 
 def _align(n: int) -> int:
@@ -107,7 +113,7 @@ class Chain:
         self.topk, self.tokens, self.large, self.window = topk, tokens, wide, window
 
         bins = triton.next_power_of_2(g.experts + 1)
-        chunk = min(max(triton.next_power_of_2(pairs), 128), 4096)
+        chunk = _chunk(pairs)
         self.route = _compile(
             route_kernel, {"ids_ptr": ids}, {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins}, 8 if chunk > 2048 else 4, target
         )
@@ -174,6 +180,8 @@ def run(
     chain = g.calls.get(key)
     index = x.device.index
     if chain is None:
+        if len(g.calls) >= 4096:  # token counts seen; a chain is small, but a server may see many
+            g.calls.clear()
         _check(x, g, topk_ids, topk_weights, out)
         p = plan or choose(tokens * topk, g.experts, g.n13, g.hidden, _capability(index))
         with torch.cuda.device(index):
@@ -184,7 +192,7 @@ def run(
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             return run(x, g, topk_ids, topk_weights, out, plan)
-    stream = torch._C._cuda_getCurrentRawStream(index)
+    stream = _raw_stream(index) if _raw_stream is not None else torch.cuda.current_stream(index).cuda_stream
     chain.launch(g, x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr(), ws.data_ptr(), stream)
     return out
 
@@ -223,18 +231,22 @@ class Call:
 
 
 def warmup(g: Grouped, m_max: int, topk: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compile and load every kernel that up to ``m_max`` tokens can need (one call for each plan)."""
+    """Compile and load every kernel that up to ``m_max`` tokens with ``topk`` slots and float32 routing weights can need."""
     device = g.w13.device
     seen = set()
     m = 1
-    while m <= m_max:
-        for t in sorted({m, min(m * 3 // 2, m_max)}):
-            p = choose(t * topk, g.experts, g.n13, g.hidden, _capability(device.index or 0))
-            key = (p, t * topk * g.hidden <= 1 << 22)
-            if key not in seen:
-                seen.add(key)
-                x = torch.zeros(t, g.hidden, dtype=dtype, device=device)
-                ids = torch.arange(t * topk, device=device, dtype=torch.int32).reshape(t, topk) % g.experts + g.first
-                run(x, g, ids, torch.ones(t, topk, device=device))
+    while True:
+        for t in sorted({min(m, m_max), min(m + m // 2, m_max)}):
+            pairs = t * topk
+            key = (choose(pairs, g.experts, g.n13, g.hidden, _capability(device.index or 0)), pairs * g.hidden <= 1 << 22, _chunk(pairs))
+            if key in seen:
+                continue
+            seen.add(key)
+            x = torch.zeros(t, g.hidden, dtype=dtype, device=device)
+            ids = torch.arange(pairs, device=device, dtype=torch.int32).reshape(t, topk) % g.experts + g.first
+            for wide in (ids, ids.long()):
+                run(x, g, wide, torch.ones(t, topk, device=device))
+        if m >= m_max:
+            break
         m *= 2
     torch.cuda.synchronize(device)
