@@ -241,6 +241,13 @@ def test_a_both_configs_conflict(tmp_path: Path, flat: dict[str, Any], field: st
         fp4.open_checkpoint(ex.write(tmp_path))
 
 
+def test_a_nested_content_inside_config_json(tmp_path: Path) -> None:
+    ex = cb.modelopt()
+    assert ex.nested is not None
+    ex.config, ex.nested = cb.model_config(quant_method="modelopt", **ex.nested), None
+    check(ex.write(tmp_path), ex, "modelopt")
+
+
 def test_a_no_config(tmp_path: Path) -> None:
     ex = cb.modelopt()
     ex.config = ex.nested = None

@@ -120,6 +120,8 @@ class Settings:
         flat_where, flat = config.quant_where, config.quant
         if not flat and "quant_algo" in config.model:  # the block itself saved as config.json
             flat_where, flat = "config.json", {k: v for k, v in config.model.items() if k in _FLAT_KEYS}
+        if isinstance(flat.get("quantization"), dict):  # the nested file's content saved inside quantization_config
+            flat = {**{k: v for k, v in flat.items() if k != "quantization"}, **flat["quantization"]}
         views: list[tuple[str, dict[str, Any]]] = []
         if config.nested:
             where = "hf_quant_config.json quantization"
