@@ -165,6 +165,59 @@ def test_plans_cover_every_load(cc):
     assert len(seen) >= 3
 
 
+@pytest.mark.parametrize(("t", "cc"), [(3, (9, 0)), (700, (9, 0)), (700, (8, 0))])
+def test_launches_pass_what_the_signatures_ask(monkeypatch, t, cc):
+    """The chain without a device: every launch has one value an argument, of the declared kind, and pointers lie inside the workspace."""
+    import contextlib
+
+    from fp4.gpu.kernels import grouped_run
+
+    calls = []
+
+    class Stub:
+        def __init__(self, fn, signature, constants):
+            self.fn, self.signature, self.constants = fn, signature, constants
+
+        def __call__(self, gx, gy, stream, *args):
+            names = self.fn.arg_names
+            assert len(args) == len(names)
+            for name, value in zip(names, args, strict=True):
+                if name in self.constants:
+                    assert value == self.constants[name], name
+                else:
+                    assert isinstance(value, float if self.signature[name] == "fp32" else int), name
+                    assert not name.endswith("_ptr") or value % 16 == 0, name
+            assert gx > 0
+            assert gy > 0
+            calls.append(self.fn.__name__)
+
+    def build(fn, signature, constants, **_):
+        assert set(signature) | set(constants) == set(fn.arg_names)
+        return Stub(fn, signature, constants)
+
+    monkeypatch.setattr(grouped_run.launch, "build", build)
+    monkeypatch.setattr(grouped_run, "_capability", lambda index: cc)
+    monkeypatch.setattr(grouped_run, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    w13, w2 = tensors(MXFP4, 4, 96, 64, True)
+    g = grouped.prepare(w13, w2, gate_up="gate_up", activation=SwiGLU(), bias13=torch.zeros(4, 128))
+    x, ids, p = torch.zeros(t, 96, dtype=torch.bfloat16), torch.zeros(t, 2, dtype=torch.int64), torch.ones(t, 2)
+    out = torch.empty(t, 96)
+    for _ in range(2):
+        assert grouped_run.run(x, g, ids, p, out) is out
+    product = "grouped_large" if cc == (9, 0) and t > 100 else "grouped_small"
+    order = ["permute_rows"] if product == "grouped_large" else []
+    assert calls == ["route_kernel", *order, product, product, "reduce_kernel"] * 2
+    assert grouped_run.run(x[:0], g, ids[:0], p[:0]).shape == (0, 96)
+    with pytest.raises(FormatMismatch, match="topk_weights"):
+        grouped_run.run(x, g, ids, p[:, :1], out)
+    with pytest.raises(FormatMismatch, match="x is"):
+        grouped_run.run(torch.zeros(t + 1, 96, dtype=torch.bfloat16), g, ids, p, out)
+    with pytest.raises(FormatMismatch, match="out"):
+        grouped_run.run(x, g, ids, p, torch.empty(t, 96, dtype=torch.int32))
+
+
 SCRIPT = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
