@@ -88,8 +88,6 @@ class Plan:
         self.swizzled: set[str] = set()
         #: a file without any activation scale is read as weight-only with a warning
         self.input_optional = False
-        #: NVFP4 without a second-level scale is part of the dialect
-        self.second_optional = False
         self.has_config = True
         self.kv_config: KVConfig | None = None
         self.kv: dict[str, dict[str, str]] = {}

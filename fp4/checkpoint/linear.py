@@ -301,7 +301,7 @@ def _block(
         if entry.dtype not in _SCALARS:
             raise CheckpointError(f"{where}: {entry.name} has dtype {entry.dtype}; need F32 (or BF16, F16, read by value)")
         parts[role], rules[role] = entry.name, table[found]
-    if fmt.tensor_scale and "global" not in parts and leaves.second and not plan.second_optional:
+    if fmt.tensor_scale and "global" not in parts and leaves.second:
         leaf = next(iter(leaves.second))
         raise CheckpointError(f"{where}: second-level scale {have_name(name, leaf)} not found; {fmt} under these names has one")
     if not fmt.tensor_scale and "global" in parts:

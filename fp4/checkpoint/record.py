@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -77,7 +77,6 @@ class Record:
     origin: str = ""
     #: how the activation is quantised, as far as the file says: "static", "dynamic" or None (weight-only)
     activations: str | None = None
-    extra: dict[str, str] = field(default_factory=dict)
 
     def where(self, store: Store, role: str) -> str:
         name = self.parts[role]
