@@ -207,7 +207,7 @@ class Dense:
         tiles_n = -(-self.n // bn)
         constants = {
             **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % (row["U"] * split) == 0,
-            "BT": bt, "R": r, "U": row["U"], "XS": row["XS"], "GM": row["GM"], "SPLIT": split, "NW": nw,
+            "BT": bt, "R": r, "U": row["U"], "XU": row["XU"], "XS": row["XS"], "GM": row["GM"], "SPLIT": split, "NW": nw,
         }  # fmt: skip
         signature = {
             "x_ptr": _TYPES[torch.float16 if half else torch.bfloat16], "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32",
