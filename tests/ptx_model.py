@@ -30,8 +30,8 @@ def _b(values, half):
     return packed
 
 
-def run(asm: str, inputs: dict[int, np.ndarray], outputs: int) -> list[np.ndarray]:
-    """Execute the asm; inputs by operand number (u32 words or u16 halves); returns u16 outputs $0 .. $outputs-1."""
+def run(asm: str, inputs: dict[int, np.ndarray], outputs: int, wide: bool = False) -> list[np.ndarray]:
+    """Execute the asm; inputs by operand number (u32 words or u16 halves); returns u16 (wide: u32) outputs."""
     regs: dict[str, np.ndarray] = {f"${i}": v.astype(U32) for i, v in inputs.items()}
     lanes = len(next(iter(inputs.values())))
 
@@ -83,10 +83,17 @@ def run(asm: str, inputs: dict[int, np.ndarray], outputs: int) -> list[np.ndarra
             out = _b(_f(v[0], False) * _f(v[1], False) + _f(v[2], False), False)
         elif op == "mul.rn.f16x2":
             out = _b(_f(v[0], True) * _f(v[1], True), True)
+        elif op == "cvt.rn.satfinite.e4m3x2.f16x2":
+            import ml_dtypes
+
+            exact = _f(v[0], True)
+            byte = exact.astype(ml_dtypes.float8_e4m3fn)
+            assert np.array_equal(byte.astype(np.float64), exact), "a product is not exact in e4m3"
+            out = byte.view(np.uint8)[..., 0].astype(U32) | byte.view(np.uint8)[..., 1].astype(U32) << U32(8)
         else:
             raise AssertionError(f"unknown instruction {line}")
         regs[dst] = out
-    return [regs[f"${i}"].astype(np.uint16) for i in range(outputs)]
+    return [regs[f"${i}"].astype(np.uint32 if wide else np.uint16) for i in range(outputs)]
 
 
 def to_float(bits: np.ndarray, half: bool) -> np.ndarray:

@@ -25,6 +25,8 @@ _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32
 WORKSPACE = 128 << 20
 #: unrolled k steps of small_m at most; longer k goes to the next row of the table
 _STEPS = 40
+#: device index -> cudaStream_t of the current stream; absent in builds of torch without CUDA
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 @functools.cache
@@ -72,6 +74,13 @@ def window(block: int, about: dict[str, Any], half: bool) -> frag.Window:
     return frag.ue8m0_window(about["low"], about["high"], about["any"], half)
 
 
+def _which(device: torch.device) -> str:
+    """The part of the table for a device and the installed Triton."""
+    if launch.gluon_reason() is not None:
+        return "plain"
+    return "sm90" if torch.cuda.get_device_capability(device) == (9, 0) else "default"
+
+
 class Dense:
     """One weight, bound: ``Dense(...)(x, bias, out_dtype) -> y``.
 
@@ -98,16 +107,14 @@ class Dense:
         self.kt = -(-k // 64)
         self.nt = -(-n // 16)
         self.kb = -(-self.kt // 4)
-        self._index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        self._index = self.device.index or 0
         second = 1.0 if global_scale is None else float(global_scale)
         self._windows = {False: window(block, about, False)}
         if about["fp16"]:
             self._windows[True] = window(block, about, True)
         self.alpha = {h: w.alpha * second for h, w in self._windows.items()}
         self._alpha = {h: torch.tensor([a], dtype=torch.float32, device=self.device) for h, a in self.alpha.items()}
-        cc = torch.cuda.get_device_capability(self.device)
-        gluon = launch.gluon_reason() is None
-        self._rows = table()[rows or ("plain" if not gluon else "sm90" if cc == (9, 0) else "default")]
+        self._rows = table()[rows or _which(self.device)]
         self._plans: dict[Any, Any] = {}
 
     # ---- choice --------------------------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ class Dense:
         head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
         tail = launch.constants_in_order(small_m, constants)
         n, oc, gx, index = self.n, self._windows[half].oc, -(-self.n // (16 * r * wn)), self._index
-        raw_stream = torch._C._cuda_getCurrentRawStream
+        raw_stream = _raw_stream
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             yp = y.data_ptr()
@@ -229,7 +236,7 @@ class Dense:
         tail = launch.constants_in_order(wide_m, constants)
         n, kt, k, oc, index, device = self.n, self.kt, self.k, self._windows[half].oc, self._index, self.device
         columns = -(-kt // block)
-        raw_stream = torch._C._cuda_getCurrentRawStream
+        raw_stream = _raw_stream
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             stream = raw_stream(index)
@@ -262,7 +269,7 @@ class Dense:
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             yp = y.data_ptr()
-            stream = torch._C._cuda_getCurrentRawStream(index)
+            stream = _raw_stream(index)
             kernel(gx, -(-m // bm), stream, x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, m, *sizes)
 
         return run
@@ -303,7 +310,7 @@ class Dense:
         sizes = (self.n, self.k, self.nt, self.kt, self.kb, self._windows[half].oc, *constants.values())
 
         def to_16(out: torch.Tensor, first: int) -> None:
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            stream = _raw_stream(self._index)
             kernel(-(-out.shape[0] // (16 * r)), -(-self.kt // u), stream, *head, out.data_ptr(), first, *sizes)
 
         return to_16

@@ -63,6 +63,15 @@ class Kernel:
 _cache: dict[_Key, Kernel] = {}
 
 
+_target: Any = None
+
+
+def compile_only(target: Any) -> None:
+    """From now on ``build`` compiles for this GPUTarget and asks no device; what it returns cannot be launched. For warming caches."""
+    global _target
+    _target = target
+
+
 def build(
     fn: Any,
     signature: dict[str, str],
@@ -78,6 +87,7 @@ def build(
 
     aligned: integer arguments that are multiples of 16. target: a GPUTarget, default the active device.
     """
+    target = target or _target
     device = None if target is not None else torch.cuda.current_device()
     options = {"num_warps": num_warps, "num_stages": num_stages} | ({} if maxnreg is None else {"maxnreg": maxnreg})
     how = (tuple(options.items()), aligned, device if target is None else target)

@@ -106,7 +106,8 @@ def wide_m(
 ):  # fmt: skip
     """x_ptr: bf16 / fp16 [M, KT * 64] as ``permute_x`` wrote it; a CTA owns R * NW * 16 rows of W and BT rows of x.
 
-    XU: tiles of 64 columns in one x slot and one MMA, 1 or U. Grid (tiles of N times tiles of M, SPLIT), tiles of M in groups of GM. EVEN: N % (R NW 16) == 0 and KT % (U SPLIT) == 0.
+    XU: tiles of 64 columns in one x slot and one MMA, 1 or U. Grid (tiles of N times tiles of M, SPLIT), tiles of M in groups
+    of GM. EVEN: N % (R NW 16) == 0 and KT % (U SPLIT) == 0.
     """
     BN: gl.constexpr = R * NW * 16
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16

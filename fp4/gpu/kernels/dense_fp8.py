@@ -1,0 +1,115 @@
+"""W4A8: MXFP4 weights times activations quantised to e4m3 per token, on Hopper (fp4/gpu/kernels/wide_fp8.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4.gpu.kernels import launch
+from fp4.gpu.kernels.dense import _TYPES, _raw_stream
+
+#: m_max -> (BT, R, U, XS, NW), measured on an H200
+_TABLE: tuple[tuple[int | None, tuple[int, int, int, int, int]], ...] = (
+    (64, (64, 1, 2, 6, 4)),
+    (128, (128, 1, 2, 6, 8)),
+    (None, (256, 1, 2, 5, 8)),
+)
+
+
+def reason(capability: tuple[int, int], block: int) -> str | None:
+    """None when W4A8 can serve the format on the device (whether the values fit is for ``row_base`` to say), else why not."""
+    if block == 16:
+        return "an NVFP4 product e2m1 x e4m3 has up to 6 significant bits and e4m3 holds 4: not exact; use act='keep', or MXFP4 weights"
+    if capability != (9, 0):
+        return "fp8 warp-group MMA needs a Hopper GPU (SM90)"
+    return launch.gluon_reason()
+
+
+class Dense8:
+    """One MXFP4 weight for fp8 activations: ``Dense8(...)(x, bias, out_dtype) -> y``.
+
+    ``y[m, n] = xs[m] * ws[n] * sum_k x8[m, k] * w8[n, k] (+ bias[n])`` with ``xs[m] = amax_k |x[m, k]| / 448``,
+    ``x8 = e4m3(x / xs)`` (nearest even), w8 and ws exact. codes, scale: as for ``dense.Dense``; base: ``wide_fp8.row_base`` u8 [n].
+    The tensor core adds e4m3 products with about 14 bits inside one MMA; nothing else is rounded.
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, global_scale: torch.Tensor | None, n: int, k: int
+    ) -> None:
+        self.n, self.k = n, k
+        self.codes = codes.contiguous().view(torch.int32).reshape(-1)
+        self.scale = scale.contiguous().view(torch.int32).reshape(-1)
+        self.device = codes.device
+        self.kt, nt = -(-k // 64), -(-n // 16)
+        bias = torch.zeros(nt * 16, dtype=torch.int64, device=base.device)
+        bias[:n] = 30 - base.to(torch.int64)
+        word = ((bias * 1024) * 0x10001) & 0xFFFFFFFF
+        self.oc = torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32).to(self.device)
+        second = 1.0 if global_scale is None else float(global_scale)
+        rows = torch.zeros(nt * 16, dtype=torch.float64, device=base.device)
+        rows[:n] = torch.ldexp(torch.ones(n, dtype=torch.float64, device=base.device), base.to(torch.int32) - 128) * second
+        self.ws = rows.to(torch.float32).to(self.device)
+        self._index = self.device.index or 0
+        self._plans: dict[Any, Any] = {}
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        out_dtype = out_dtype or x.dtype
+        if torch.cuda.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self(x, bias, out_dtype)
+        m = x.shape[0]
+        y = torch.empty((m, self.n), dtype=out_dtype, device=x.device)
+        if m == 0 or self.n == 0:
+            return y
+        if x.data_ptr() & 15 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+        if bias is not None and bias.data_ptr() & 15:
+            bias = bias.clone()
+        row = next(r for top, r in _TABLE if top is None or m <= top)
+        key = (row, x.dtype, out_dtype, None if bias is None else bias.dtype)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(row, x.dtype, out_dtype, bias)
+        plan(x, bias, y, m)
+        return y
+
+    def _plan(self, row: tuple[int, int, int, int, int], act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+        from fp4.gpu.kernels.wide_fp8 import quantize_x, wide_fp8
+
+        bt, r, u, xs, nw = row
+        bn = r * nw * 16
+        constants = {
+            "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": r, "U": u, "XS": xs, "GM": 8,
+            "NW": nw,
+        }  # fmt: skip
+        signature = {
+            "x_ptr": "*fp8e4nv", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
+            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
+            "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
+        }  # fmt: skip
+        aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
+        kernel = launch.build(wide_fp8, signature, constants, num_warps=nw, aligned=aligned)
+        block = min(32, 1 << (self.kt - 1).bit_length())
+        order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "K": "i32", "KT": "i32"}
+        quantize = launch.build(quantize_x, order, {"B": block}, num_warps=8, aligned=("K",) if self.k % 16 == 0 else ())
+        tail = launch.constants_in_order(wide_fp8, constants)
+        w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
+        tiles_n, n, k, kt, index, device = -(-self.n // bn), self.n, self.k, self.kt, self._index, self.device
+
+        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+            stream = _raw_stream(index)
+            space = torch.empty(m * kt * 16 + m, dtype=torch.int32, device=device)
+            x8, yp = space.data_ptr(), y.data_ptr()
+            scales = x8 + m * kt * 64
+            quantize(m, 1, stream, x.data_ptr(), x8, scales, k, kt, block)
+            kernel(tiles_n * -(-m // bt), 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, oc, ws, m, n, kt, *tail)
+
+        return run
+
+    def warmup(self, m_max: int = 8192, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
+        """Compile and load what calls with up to m_max rows need."""
+        for dtype in dtypes:
+            for m in sorted({min(top or m_max, m_max) for top, _ in _TABLE}):
+                self(torch.zeros((m, self.k), dtype=dtype, device=self.device))
+        torch.cuda.synchronize(self.device)

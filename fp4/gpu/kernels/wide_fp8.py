@@ -1,0 +1,198 @@
+"""W4A8 on Hopper: MXFP4 weights become e4m3 exactly, x is quantised to e4m3 with one scale a token, fp8 warp-group MMAs.
+
+A weight code * 2^(s - 127) is e4m3(code * 2^(1 - d)) * 2^(base - 128) with base the largest scale byte of its row and d = base - s:
+exact while d <= 9 (the last subnormal bit of e4m3 is 2^-9). ``row_base`` checks that; the fp32 epilogue multiplies by the token's and the
+row's scale. k order inside 64 columns: an fp8 step of 32 wants four adjacent codes a lane, so words (t, s) of x go to (s, t).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from fp4.errors import Unsupported
+from fp4.gpu.kernels.decode import _PAIRS_FP16
+from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait
+from fp4.gpu.kernels.wide_m import _fetch
+
+#: binades below the largest scale of a row that stay exact
+SPAN = 9
+
+
+def row_base(scale: torch.Tensor) -> torch.Tensor:
+    """Largest scale byte of each row, u8 [n]. scale: ue8m0 bytes [n, k / 32]. Raises Unsupported when a row spans over SPAN binades."""
+    s = scale.to(torch.int32)
+    high, low = s.amax(-1), s.amin(-1)
+    if bool((high == 255).any()):
+        raise Unsupported("prepare: W4A8 needs finite scales; a scale byte is 255 (NaN); use act='keep'")
+    wide = high - low > SPAN
+    if bool(wide.any()):
+        row = int(wide.to(torch.uint8).argmax())
+        raise Unsupported(
+            f"prepare: W4A8 keeps MXFP4 weights exact in e4m3 while the scales of a row span at most {SPAN} binades; "
+            f"{int(wide.sum())} of {len(high)} rows span more (row {row}: {int(low[row]) - 127} .. {int(high[row]) - 127}); use act='keep'"
+        )
+    return high.to(torch.uint8)
+
+
+def _asm() -> str:
+    """$0..$7: (word 0..3) x (row e): four e4m3; $8..$11 words, $12 scales of row 0 (packed twice), $14 scales of row 1."""
+    out = "{ .reg .b32 t,u; .reg .b16 c0,c1;"
+    for word in range(4):
+        for pair, code in enumerate(_PAIRS_FP16):
+            e, h = divmod(pair, 2)
+            out += code.replace("$8", f"${8 + word}") + f" mul.rn.f16x2 t,t,${12 + 2 * e}; cvt.rn.satfinite.e4m3x2.f16x2 c{h},t;"
+            if h:
+                out += f" mov.b32 ${2 * word + e},{{c0,c1}};"
+    return out + "}"
+
+
+WORDS_E4M3 = gl.constexpr(_asm())
+WORDS_C = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
+#: scale word $4, row biases $5 (e = 0) and $6 (e = 1) -> fp16 scales e0 p0, e0 p1, e1 p0, e1 p1
+SCALES_ROW = gl.constexpr(
+    "{ .reg .b32 t; prmt.b32 t,$4,0,0x4140; mad.lo.u32 t,t,1024,$5; mov.b32 {$0,$1},t;"
+    " prmt.b32 t,$4,0,0x4342; mad.lo.u32 t,t,1024,$6; mov.b32 {$2,$3},t; }"
+)
+SCALES_C = gl.constexpr("=&h,=&h,=&h,=&h,r,r,r")
+F8 = gl.constexpr((gl.float8e4nv,) * 8)
+H4 = gl.constexpr((gl.float16,) * 4)
+
+
+@triton.jit
+def quantize_x(x_ptr, o_ptr, scale_ptr, K, KT, B: tl.constexpr):
+    """x [M, K] -> e4m3 [M, KT * 64], words (t, s) of a tile to (s, t), and scale f32 [M] = amax / 448; one program a row."""
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, B * 64)
+    top = tl.zeros([B * 64], tl.float32)
+    for first in range(0, K, B * 64):
+        x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+    amax = tl.reduce(top, 0, _nan_max)
+    scale = tl.where(amax > 0, amax, 1.0) / 448.0
+    scale = tl.where(amax != amax, amax, scale)
+    tl.store(scale_ptr + m, scale)
+    for first in range(0, KT * 64, B * 64):
+        x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
+        q = (x / scale).to(tl.float8e4nv)
+        q = q.reshape([B, 4, 4, 4]).permute([0, 2, 1, 3]).reshape([B * 64])
+        tl.store(o_ptr + m * (KT * 64) + first + k, q, mask=first + k < KT * 64)
+
+
+@triton.jit
+def _nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _step8(sx, op, before, acc, xp, okx, tx, kt, kend, slot_r, slot_x, XU: gl.constexpr, XS: gl.constexpr):
+    """``wide_m._step`` for 8-bit operands, which the wait op does not take: the copy keeps the registers of the last operand until here."""
+    cp_wait(XS - 3)
+    barrier()
+    acc = warpgroup_mma(op, sx.index(slot_r).permute([1, 0]), acc, is_async=True)
+    jb = kt + (XS - 2) * XU
+    cp_async(sx.index(slot_x), xp + jb * 64, mask=okx & (jb + tx < kend)[None, :])
+    cp_commit()
+    acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+    gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    slot_r = gl.where(slot_r == XS - 1, 0, slot_r + 1)
+    slot_x = gl.where(slot_x == XS - 1, 0, slot_x + 1)
+    return acc, op, slot_r, slot_x
+
+
+@gluon.jit
+def wide_fp8(
+    x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, oc_ptr, ws_ptr, M, N, KT,
+    HAS_BIAS: gl.constexpr, EVEN: gl.constexpr, BT: gl.constexpr, R: gl.constexpr, U: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr,
+    NW: gl.constexpr,
+):  # fmt: skip
+    """x: e4m3 [M, KT * 64], xs: f32 [M]; oc: i32 [NT * 16] row biases for the scale asm; ws: f32 [NT * 16] row scales. As ``wide_m``."""
+    BN: gl.constexpr = R * NW * 16
+    LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
+    LS: gl.constexpr = gl.BlockedLayout([1, U // 2], [1, 32], [NW, 1], [1, 0])
+    LX: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (4 * U), 4 * U], [NW, 1], [1, 0])
+    LY: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NW], [0, 1])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BT, 32])
+    DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    KB = (KT + 3) // 4
+    NT = (N + 15) // 16
+    tiles_n = (N + BN - 1) // BN
+    tiles_m = (M + BT - 1) // BT
+    pid = gl.program_id(0)
+    first = (pid // (GM * tiles_n)) * GM
+    size = gl.minimum(tiles_m - first, GM)
+    pm = first + (pid % (GM * tiles_n)) % size
+    pn = (pid % (GM * tiles_n)) // size
+    rt0 = pn * (R * NW)
+    wn = gl.arange(0, NW, layout=gl.SliceLayout(1, LA))[:, None]
+    xa = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, LA))[None, :]
+    ra = (xa // (U * 128)) * NW + wn
+    ka = (xa % (U * 128)) // 128 + wn * 0
+    ap = w_ptr + rt0.to(gl.int64) * KT * 128 + (ra * (KT * 128) + xa % (U * 128))
+    ws = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None]
+    xs = gl.arange(0, R * U * 16, layout=gl.SliceLayout(0, LS))[None, :]
+    rs = (xs // (U * 16)) * NW + ws
+    quad = (xs % (U * 16)) // (U // 2)
+    ks = xs * 0 + ws * 0
+    sp = s_ptr + rt0.to(gl.int64) * KB * 32 + (rs * (KB * 32) + (quad // 2) * 2 + xs % (U // 2))
+    live_a = (rt0 + ra < NT) & (ka >= 0)
+    live_s = (rt0 + rs < NT) & (ks >= 0)
+    row = (rt0 + rs) * 16 + quad // 4
+    oc0 = gl.load(oc_ptr + row, mask=live_s, other=0)
+    oc1 = gl.load(oc_ptr + row + 8, mask=live_s, other=0)
+    mx = pm * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, LX))
+    kx = gl.arange(0, 64 * U, layout=gl.SliceLayout(0, LX))
+    tx = kx // 64
+    xp = x_ptr + mx.to(gl.int64)[:, None] * (KT * 64) + kx[None, :]
+    okx = (mx < M)[:, None]
+    sx = gl.allocate_shared_memory(gl.float8e4nv, [XS, BT, 64 * U], SX)
+    a = _fetch(ap, live_a, 0, KT, ka, EVEN)
+    s = _fetch(sp, live_s, 0, KT, ks, EVEN)
+    for i in gl.static_range(XS - 2):
+        cp_async(sx.index(i), xp + i * U * 64, mask=okx & (i * U + tx < KT)[None, :])
+        cp_commit()
+    acc = gl.zeros([BN, BT], gl.float32, MMA)
+    before = gl.zeros([BN, 64 * U], gl.float8e4nv, DOA)
+    slot_r = 0
+    slot_x = XS - 2
+    for kt in range(0, KT, U):
+        word = a
+        scale = s
+        nx = kt + U
+        ap += U * 128
+        a = _fetch(ap, live_a, nx, KT, ka, EVEN)
+        s = _fetch(sp + ((nx // 4) * 32 + (nx % 4) // 2), live_s, nx, KT, ks, EVEN)
+        q0, q1, q2, q3 = gl.inline_asm_elementwise(SCALES_ROW, SCALES_C, [scale, oc0, oc1], dtype=H4, is_pure=True, pack=1)
+        if U >= 4:
+            e0 = gl.join(q0, q1).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
+            e1 = gl.join(q2, q3).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
+        else:
+            e0 = gl.join(q0, q1).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
+            e1 = gl.join(q2, q3).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
+        w5 = word.reshape([NW, R, U, 32, 4])
+        w5, e0 = gl.broadcast(w5, gl.convert_layout(e0, w5.type.layout, assert_trivial=True))
+        w5, e1 = gl.broadcast(w5, gl.convert_layout(e1, w5.type.layout, assert_trivial=True))
+        # pack = 4: the four words of a lane; output i = (s, e), its four elements are the adjacent codes j
+        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(WORDS_E4M3, WORDS_C, [w5, e0, e1], dtype=F8, is_pure=True, pack=4)
+        o = gl.join(gl.join(gl.join(o0, o1), gl.join(o4, o5)), gl.join(gl.join(o2, o3), gl.join(o6, o7)))
+        # NW R U g t j e s1 s0 -> R NW e g U s1 s0 t j
+        o = o.reshape([NW, R, U, 8, 4, 4, 2, 2, 2]).permute([1, 0, 6, 3, 2, 7, 8, 4, 5]).reshape([BN, U * 64])
+        op = gl.convert_layout(o, DOA, assert_trivial=True)
+        acc, before, slot_r, slot_x = _step8(sx, op, before, acc, xp, okx, tx, kt, KT, slot_r, slot_x, U, XS)
+    r = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
+    cp_wait(0)
+    rb = pn * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+    cb = pm * BT + gl.arange(0, BT, layout=gl.SliceLayout(0, MMA))
+    r = r * gl.load(ws_ptr + rb, mask=rb < N, other=0.0)[:, None] * gl.load(xs_ptr + cb, mask=cb < M, other=0.0)[None, :]
+    if HAS_BIAS:
+        r += gl.load(bias_ptr + rb, mask=rb < N, other=0.0).to(gl.float32)[:, None]
+    t = gl.convert_layout(r.to(y_ptr.dtype.element_ty), LY)
+    rn = pn * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, LY))
+    rm = pm * BT + gl.arange(0, BT, layout=gl.SliceLayout(0, LY))
+    gl.store(y_ptr + rm.to(gl.int64)[None, :] * N + rn[:, None], t, mask=(rm < M)[None, :] & (rn < N)[:, None])

@@ -1,0 +1,52 @@
+"""W4A8 without a GPU: the e4m3 bytes of every code under every offset, by the instruction string; what prepare refuses."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import ptx_model
+import pytest
+import torch
+from test_dense_decode import E2M1, words
+
+from fp4.errors import Unsupported
+from fp4.gpu.kernels import dense_fp8, frag
+
+pytestmark = pytest.mark.kernel
+wide_fp8 = pytest.importorskip("fp4.gpu.kernels.wide_fp8")
+
+
+@pytest.mark.parametrize("base", [9, 120, 254])
+def test_codes_become_e4m3_exactly(base):
+    word = frag.Window(1.0, 30 - base, False, True).oc & 0xFFFFFFFF
+    for d in range(wide_fp8.SPAN + 1):
+        s = np.full(2, (base - d) * 0x01010101, np.uint32)
+        oc = np.full(2, word, np.uint32)
+        scales = ptx_model.run(wide_fp8.SCALES_ROW.value, {4: s, 5: oc, 6: oc}, 4)
+        codes = np.stack([np.arange(16), np.arange(16)[::-1]]).reshape(2, 2, 2, 2, 2)  # lane, word, e, h, l
+        w = [words(codes[:, i]) for i in range(2)]
+        pair = scales[0].astype(np.uint32) * np.uint32(0x10001)
+        inputs = {8: w[0], 9: w[1], 10: w[0], 11: w[1], 12: pair, 13: pair, 14: pair, 15: pair}
+        out = ptx_model.run(wide_fp8.WORDS_E4M3.value, inputs, 8, wide=True)
+        for i in range(2):
+            for e in range(2):
+                got = out[2 * i + e].view(np.uint8).reshape(2, 4).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+                np.testing.assert_array_equal(got, E2M1[codes[:, i, e].reshape(2, 4)] * 2.0 ** (1 - d))
+
+
+def test_row_base_refuses_wide_rows_and_nan():
+    scale = torch.full((4, 8), 120, dtype=torch.uint8)
+    scale[2, 3] = 111
+    assert wide_fp8.row_base(scale).tolist() == [120, 120, 120, 120]
+    scale[2, 3] = 110
+    with pytest.raises(Unsupported, match=r"1 of 4 rows span more \(row 2: -17 .. -7\)"):
+        wide_fp8.row_base(scale)
+    scale[2, 3] = 255
+    with pytest.raises(Unsupported, match="NaN"):
+        wide_fp8.row_base(scale)
+
+
+def test_reasons():
+    assert "6 significant bits" in str(dense_fp8.reason((9, 0), 16))
+    assert "SM90" in str(dense_fp8.reason((8, 9), 32))
+    assert dense_fp8.reason((9, 0), 32) is None
