@@ -61,6 +61,7 @@ def main() -> None:
     ap.add_argument("--out", type=Path)
     ap.add_argument("--seconds", type=float, default=1e9, help="start no new row after this long")
     ap.add_argument("--peers", default="cublas,humming")
+    ap.add_argument("--only", choices=("nvfp4", "mxfp4"))
     args = ap.parse_args()
     begin = time.time()
     clock = tune.Clock()
@@ -74,6 +75,8 @@ def main() -> None:
 
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     for block in (16, 32):
+        if args.only not in (None, {16: "nvfp4", 32: "mxfp4"}[block]):
+            continue
         for n, k in SHAPES:
             codes, scale, second = tune.checkpoint(n, k, block)
             mine = tune.bind(codes, scale, second, block)

@@ -49,3 +49,66 @@ def test_compiles_for(arch):
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(arch)], capture_output=True, text=True, env=env, timeout=300)
     assert f"compiled {arch}" in done.stdout, done.stderr[-2000:]
+
+
+HAZARDS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sass
+from triton.backends.compiler import GPUTarget
+from fp4.gpu.kernels import dense, dense_fp8, launch
+launch.compile_only(GPUTarget("cuda", 90, 32))
+import torch
+made = []
+build = launch.build
+def keep(*a, **k):
+    made.append(build(*a, **k))
+    return made[-1]
+launch.build = keep
+none = torch.zeros(4, dtype=torch.int32)
+rows = {str(r): r for r in dense.table()["sm90"] if r["kernel"] == "wide"}.values()
+rows = list(rows)
+shapes = ((16, False, 8192, 8192), (32, True, 1000, 2880))
+if sys.argv[2] == "quick":
+    rows, shapes = rows[2:3] + rows[-1:], shapes[:1]
+for block, half, n, k in shapes:
+    about = {"low": 116, "high": 123, "any": False, "fp16": True}
+    d = dense.Dense(none, none, None, n, k, block, about, "sm90")
+    for row in rows:
+        d._plan(row["m_max"], half, torch.float16 if half else torch.bfloat16, None, dict(row))
+for _, row in dense_fp8._TABLE[-1:] if sys.argv[2] == "quick" else dense_fp8._TABLE:
+    for n, k in ((8192, 8192),):
+        d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8), None, n, k)
+        d._plan(row, torch.bfloat16, torch.bfloat16, None)
+checked = 0
+for kernel in {id(m): m for m in made}.values():
+    loops, bad = sass.hazards(sass.disassemble(kernel.compiled.asm["cubin"]))
+    assert not bad, (kernel.compiled.metadata.name, bad[:3])
+    checked += loops
+print("loops checked", checked)
+"""
+
+
+@pytest.mark.parametrize("which", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_no_mma_operand_is_overwritten_in_flight(which):
+    """In the machine code of the warp-group MMA kernels that the tables can pick (three of them in the quick run)."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    here = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run([sys.executable, "-c", HAZARDS, here, which], capture_output=True, text=True, env=env, timeout=600)
+    assert "loops checked" in done.stdout, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) >= (3 if which == "quick" else 12), done.stdout
+
+
+def test_the_hazard_check_can_fail():
+    import sass
+
+    loop = """.L_x_1:
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, R60, gdesc[UR4], R24, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0030*/                   LOP3.LUT {0}, R4, 0x3, RZ, 0xc0, !PT ;
+        /*0040*/              @!P0 BRA `(.L_x_1) ;
+"""
+    assert sass.hazards(loop.format("R70"))[1] == []
+    assert sass.hazards(loop.format("R61"))[1]
+    waited = loop.replace("gsb0, 0x1", "gsb0, 0x0").format("R61")
+    assert sass.hazards(waited)[1] == []

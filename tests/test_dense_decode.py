@@ -139,6 +139,20 @@ def test_ue8m0_products_are_exact_over_every_window(half, any_byte):
             assert np.isnan(ptx_model.to_float(bits[255:256], half)).all()
 
 
+def test_bytes_below_an_fp16_window_are_zero():
+    """Padding holds byte 0: times a zero code it must be zero, whatever the window (bias -97 once gave the bits of infinity)."""
+    for any_byte in (False, True):
+        for high in range(1, 255):
+            win = frag.ue8m0_window(max(high - 3, 0), high, any_byte, True)
+            word = np.array([0 | high << 8 | 0 << 16 | high << 24], np.uint32)
+            oc = np.array([win.oc & 0xFFFFFFFF], np.uint32)
+            out = ptx_model.run(decode.SCALE_ASM[(32, any_byte, True)], {4: word, 5: oc}, 4)
+            got = [ptx_model.to_float(o, True)[0] for o in out]
+            below = high >= 30  # field 30 - high
+            assert got[1] == got[3] == 2.0**15, (high, got)
+            assert got[0] == got[2] == (0 if below else 2.0 ** (15 - high)), (high, got)
+
+
 def test_window_refuses_what_it_cannot_hold():
     frag.ue8m0_window(100, 124, False, True)
     with pytest.raises(Unsupported, match="span 25 binades"):

@@ -60,10 +60,10 @@ ROUTES = [
     {"kernel": "plain", "BM": 16, "R": 4, "U": 4, "NW": 4},
     {"kernel": "plain", "BM": 64, "R": 4, "U": 4, "NW": 8},
     {"kernel": "dequantize"},
-    {"kernel": "wide", "BT": 64, "R": 1, "U": 4, "XU": 1, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 4},
-    {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XU": 1, "XS": 6, "GM": 8, "SPLIT": 2, "NW": 4},
-    {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XU": 2, "XS": 3, "GM": 8, "SPLIT": 1, "NW": 8},
-    {"kernel": "wide", "BT": 128, "R": 1, "U": 4, "XU": 1, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},
+    {"kernel": "wide", "BT": 64, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 4},
+    {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XS": 6, "GM": 8, "SPLIT": 2, "NW": 4},
+    {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 5, "GM": 8, "SPLIT": 1, "NW": 8},
+    {"kernel": "wide", "BT": 128, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},
 ]
 SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056)]
 

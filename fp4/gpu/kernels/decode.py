@@ -74,15 +74,17 @@ S_E4M3_FP16_ANY = _scales(
     ("0x1404", "0x3424"),
     "mov.b32 c0,0x78007800;",
 )
-#: ue8m0: $5 = bias * 2^7 (bf16) or bias * 2^10 (fp16) in both halves, added with carries as one integer
+#: ue8m0 -> bf16: $5 = bias * 2^7 in both halves; byte + bias is in 0 .. 254 for every byte below the window too.
+#: ue8m0 -> fp16: $5 = bias + 256 in both halves; a byte below the window (padding is 0) gives 0, never the bits of an infinity
 S_UE8M0_BF16 = _scales("mad.lo.u32 t,t,128,$5;", "t")
-S_UE8M0_FP16 = _scales("mad.lo.u32 t,t,1024,$5;", "t")
+_FP16_FIELD = "add.u32 t,t,$5; shr.b32 v,t,8; and.b32 v,v,0x00010001; mul.lo.u32 v,v,255; and.b32 t,t,v; shl.b32 t,t,10;"
+S_UE8M0_FP16 = _scales(_FP16_FIELD, "t,v")
 #: byte 0xFF becomes NaN
 S_UE8M0_BF16_ANY = _scales(
     "add.u32 u,t,0x00010001; shr.b32 u,u,8; and.b32 u,u,0x00010001; mul.lo.u32 u,u,0x7FC0; mad.lo.u32 t,t,128,$5; or.b32 t,t,u;", "t,u"
 )
 S_UE8M0_FP16_ANY = _scales(
-    "add.u32 u,t,0x00010001; shr.b32 u,u,8; and.b32 u,u,0x00010001; mul.lo.u32 u,u,0x7E00; mad.lo.u32 t,t,1024,$5; or.b32 t,t,u;", "t,u"
+    "add.u32 u,t,0x00010001; shr.b32 u,u,8; and.b32 u,u,0x00010001; mul.lo.u32 u,u,0x7E00;" + _FP16_FIELD + "or.b32 t,t,u;", "t,u,v"
 )
 S_CONSTRAINTS = ",".join(["=&h"] * 4 + ["r", "r"])
 

@@ -180,7 +180,7 @@ class Dense:
 
         wk, wn, r, u = (row[c] for c in ("WK", "WN", "R", "U"))
         steps = -(-self.kt // (wk * u))
-        mt = -(-m // 8) * 8
+        mt = max(8, 1 << (m - 1).bit_length())
         xs = row["XS"]
         if xs == 99:  # all of x in shared memory, where it fits beside two more blocks
             xs = steps if steps * wk * u * 128 <= 98304 else 4
@@ -214,7 +214,7 @@ class Dense:
         tiles_n = -(-self.n // bn)
         constants = {
             **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % (row["U"] * split) == 0,
-            "BT": bt, "R": r, "U": row["U"], "XU": row["XU"], "XS": row["XS"], "GM": row["GM"], "SPLIT": split, "NW": nw,
+            "BT": bt, "R": r, "U": row["U"], "XS": row["XS"], "GM": row["GM"], "SPLIT": split, "NW": nw,
         }  # fmt: skip
         signature = {
             "x_ptr": _TYPES[torch.float16 if half else torch.bfloat16], "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32",
@@ -275,7 +275,10 @@ class Dense:
         return run
 
     def _dequantize(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        """Chunks of rows of W as 16-bit values in a workspace of at most WORKSPACE bytes, then a library product; alpha joins in fp32."""
+        """Chunks of rows of W as 16-bit values in a workspace of at most WORKSPACE bytes, then a library product; alpha joins in fp32.
+
+        With a bias the product is kept in fp32 until the bias is in: the library's own bias path rounds twice.
+        """
         rows = max(64, min(-(-self.n // 64) * 64, WORKSPACE // (2 * self.k) // 64 * 64))
         to_16 = self._dequantizer(half)
         alpha, dtype = self.alpha[half], torch.float16 if half else torch.bfloat16
@@ -288,8 +291,8 @@ class Dense:
                 to_16(w, first)
                 part = y[:, first : first + count]
                 bias_part = None if b is None else b[first : first + count]
-                if y.dtype is dtype and (bias_part is None or bias_part.dtype is dtype):
-                    torch.addmm(part if bias_part is None else bias_part, x, w.t(), beta=bias_part is not None, alpha=alpha, out=part)
+                if y.dtype is dtype and bias_part is None:
+                    torch.addmm(part, x, w.t(), beta=0, alpha=alpha, out=part)
                 else:
                     acc = torch.mm(x, w.t(), out_dtype=torch.float32) * alpha
                     part.copy_(acc if bias_part is None else acc + bias_part.float())

@@ -43,9 +43,8 @@ class Dense8:
         self.device = codes.device
         self.kt, nt = -(-k // 64), -(-n // 16)
         bias = torch.zeros(nt * 16, dtype=torch.int64, device=base.device)
-        bias[:n] = 30 - base.to(torch.int64)
-        word = ((bias * 1024) * 0x10001) & 0xFFFFFFFF
-        self.oc = torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32).to(self.device)
+        bias[:n] = 256 + 30 - base.to(torch.int64)  # the scale asm adds 256 so that no half goes below zero
+        self.oc = (bias * 0x10001).to(torch.int32).to(self.device)
         second = 1.0 if global_scale is None else float(global_scale)
         rows = torch.zeros(nt * 16, dtype=torch.float64, device=base.device)
         rows[:n] = torch.ldexp(torch.ones(n, dtype=torch.float64, device=base.device), base.to(torch.int32) - 128) * second

@@ -53,8 +53,8 @@ class Window:
 
     @property
     def oc(self) -> int:
-        """The bias at its place in both 16-bit halves, as a signed 32-bit word (carries included)."""
-        word = (self.bias << (10 if self.half else 7)) * 0x10001 & 0xFFFFFFFF
+        """The bias as the scale asm wants it in both 16-bit halves, as a signed 32-bit word."""
+        word = (self.bias + 256 if self.half else self.bias << 7) * 0x10001 & 0xFFFFFFFF
         return word - (1 << 32) if word >= 1 << 31 else word
 
 

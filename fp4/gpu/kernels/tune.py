@@ -25,8 +25,8 @@ def _small(wk: int, wn: int, r: int, u: int, d: int, xs: int) -> Row:
     return {"kernel": "small", "WK": wk, "WN": wn, "R": r, "U": u, "D": d, "XS": xs}
 
 
-def _wide(bt: int, r: int, u: int, xu: int, xs: int, nw: int, split: int = 1, gm: int = 8) -> Row:
-    return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XU": xu, "XS": xs, "GM": gm, "SPLIT": split, "NW": nw}
+def _wide(bt: int, r: int, u: int, xs: int, nw: int, split: int = 1, gm: int = 8) -> Row:
+    return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XS": xs, "GM": gm, "SPLIT": split, "NW": nw}
 
 
 DEQUANTIZE: Row = {"kernel": "dequantize"}
@@ -35,18 +35,12 @@ CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
     1: (1, [_small(4, 1, 1, 4, 1, 99), _small(4, 1, 1, 2, 2, 99)]),
     8: (8, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0), _small(4, 1, 1, 4, 1, 4)]),
     16: (16, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0)]),
-    32: (32, [_small(4, 1, 2, 2, 1, 0), *(_wide(32, r, 2, 2, 6, 4, sp) for r in (1, 2) for sp in (1, 2)), _wide(32, 2, 4, 1, 6, 4)]),
-    64: (
-        64,
-        [
-            *(_wide(64, r, 2, 2, 5, nw, sp) for r, nw in ((1, 4), (2, 4), (1, 8)) for sp in (1, 2)),
-            _wide(64, 1, 4, 4, 4, 4), _wide(64, 1, 4, 4, 3, 4, 2), _wide(64, 2, 4, 1, 6, 4), _wide(64, 1, 4, 1, 4, 4, 2),
-        ],
-    ),
-    128: (128, [_wide(128, 1, 2, 2, 4, 8, 2), _wide(128, 1, 2, 1, 6, 8, 2), _wide(128, 2, 2, 1, 6, 8), _wide(128, 1, 2, 2, 5, 8)]),
-    256: (256, [_wide(128, 1, 2, 2, 5, 8), _wide(128, 1, 4, 1, 6, 8), _wide(256, 1, 2, 1, 6, 8), _wide(256, 1, 2, 1, 5, 8, 2)]),
-    1024: (1024, [_wide(256, 1, 2, 1, 6, 8), _wide(256, 1, 2, 1, 5, 8), _wide(256, 1, 2, 2, 3, 8), DEQUANTIZE]),
-    None: (4096, [_wide(256, 1, 2, 1, 6, 8), DEQUANTIZE]),
+    32: (32, [_small(4, 1, 2, 2, 1, 0), *(_wide(32, r, 4, 6, 4, sp) for r in (1, 2) for sp in (1, 2))]),
+    64: (64, [_wide(64, 1, 4, 4, 4, 2), _wide(64, 2, 4, 6, 4), _wide(64, 1, 4, 6, 8), _wide(64, 1, 4, 6, 4), _wide(64, 2, 4, 6, 4, 2)]),
+    128: (128, [_wide(128, 1, 2, 6, 8, 2), _wide(128, 2, 2, 6, 8), _wide(128, 1, 4, 6, 8, 2), _wide(128, 1, 2, 6, 4)]),
+    256: (256, [_wide(128, 1, 4, 6, 8), _wide(256, 1, 2, 6, 8), _wide(256, 1, 2, 5, 8), _wide(256, 1, 2, 6, 8, 2)]),
+    1024: (1024, [_wide(256, 1, 2, 6, 8), _wide(256, 1, 2, 5, 8), DEQUANTIZE]),
+    None: (4096, [_wide(256, 1, 2, 6, 8), DEQUANTIZE]),
 }  # fmt: skip
 #: (lower bound of n, n and k that are timed)
 CLASSES = ((16384, 28672, 8192), (0, 8192, 8192))

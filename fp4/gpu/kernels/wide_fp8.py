@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from fp4.errors import Unsupported
-from fp4.gpu.kernels.decode import _PAIRS_FP16
+from fp4.gpu.kernels.decode import _FP16_FIELD, _PAIRS_FP16
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait
 from fp4.gpu.kernels.wide_m import _fetch
 
@@ -55,8 +55,11 @@ WORDS_E4M3 = gl.constexpr(_asm())
 WORDS_C = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 #: scale word $4, row biases $5 (e = 0) and $6 (e = 1) -> fp16 scales e0 p0, e0 p1, e1 p0, e1 p1
 SCALES_ROW = gl.constexpr(
-    "{ .reg .b32 t; prmt.b32 t,$4,0,0x4140; mad.lo.u32 t,t,1024,$5; mov.b32 {$0,$1},t;"
-    " prmt.b32 t,$4,0,0x4342; mad.lo.u32 t,t,1024,$6; mov.b32 {$2,$3},t; }"
+    "{ .reg .b32 t,v; prmt.b32 t,$4,0,0x4140;"
+    + _FP16_FIELD
+    + "mov.b32 {$0,$1},t; prmt.b32 t,$4,0,0x4342;"
+    + _FP16_FIELD.replace("$5", "$6")
+    + "mov.b32 {$2,$3},t; }"
 )
 SCALES_C = gl.constexpr("=&h,=&h,=&h,=&h,r,r,r")
 F8 = gl.constexpr((gl.float8e4nv,) * 8)
@@ -89,12 +92,12 @@ def _nan_max(a, b):
 
 
 @gluon.jit
-def _step8(sx, op, before, acc, xp, okx, tx, kt, kend, slot_r, slot_x, XU: gl.constexpr, XS: gl.constexpr):
+def _step8(sx, op, before, acc, xp, okx, tx, kt, kend, slot_r, slot_x, U: gl.constexpr, XS: gl.constexpr):
     """``wide_m._step`` for 8-bit operands, which the wait op does not take: the copy keeps the registers of the last operand until here."""
     cp_wait(XS - 3)
     barrier()
     acc = warpgroup_mma(op, sx.index(slot_r).permute([1, 0]), acc, is_async=True)
-    jb = kt + (XS - 2) * XU
+    jb = kt + (XS - 2) * U
     cp_async(sx.index(slot_x), xp + jb * 64, mask=okx & (jb + tx < kend)[None, :])
     cp_commit()
     acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
@@ -160,30 +163,32 @@ def wide_fp8(
     before = gl.zeros([BN, 64 * U], gl.float8e4nv, DOA)
     slot_r = 0
     slot_x = XS - 2
-    for kt in range(0, KT, U):
-        word = a
-        scale = s
-        nx = kt + U
-        ap += U * 128
-        a = _fetch(ap, live_a, nx, KT, ka, EVEN)
-        s = _fetch(sp + ((nx // 4) * 32 + (nx % 4) // 2), live_s, nx, KT, ks, EVEN)
-        q0, q1, q2, q3 = gl.inline_asm_elementwise(SCALES_ROW, SCALES_C, [scale, oc0, oc1], dtype=H4, is_pure=True, pack=1)
-        if U >= 4:
-            e0 = gl.join(q0, q1).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
-            e1 = gl.join(q2, q3).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
-        else:
-            e0 = gl.join(q0, q1).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
-            e1 = gl.join(q2, q3).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
-        w5 = word.reshape([NW, R, U, 32, 4])
-        w5, e0 = gl.broadcast(w5, gl.convert_layout(e0, w5.type.layout, assert_trivial=True))
-        w5, e1 = gl.broadcast(w5, gl.convert_layout(e1, w5.type.layout, assert_trivial=True))
-        # pack = 4: the four words of a lane; output i = (s, e), its four elements are the adjacent codes j
-        o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(WORDS_E4M3, WORDS_C, [w5, e0, e1], dtype=F8, is_pure=True, pack=4)
-        o = gl.join(gl.join(gl.join(o0, o1), gl.join(o4, o5)), gl.join(gl.join(o2, o3), gl.join(o6, o7)))
-        # NW R U g t j e s1 s0 -> R NW e g U s1 s0 t j
-        o = o.reshape([NW, R, U, 8, 4, 4, 2, 2, 2]).permute([1, 0, 6, 3, 2, 7, 8, 4, 5]).reshape([BN, U * 64])
-        op = gl.convert_layout(o, DOA, assert_trivial=True)
-        acc, before, slot_r, slot_x = _step8(sx, op, before, acc, xp, okx, tx, kt, KT, slot_r, slot_x, U, XS)
+    for pair in range(0, KT, 2 * U):
+        for half in gl.static_range(2):
+            kt = pair + half * U
+            word = a
+            scale = s
+            nx = kt + U
+            ap += U * 128
+            a = _fetch(ap, live_a, nx, KT, ka, EVEN)
+            s = _fetch(sp + ((nx // 4) * 32 + (nx % 4) // 2), live_s, nx, KT, ks, EVEN)
+            q0, q1, q2, q3 = gl.inline_asm_elementwise(SCALES_ROW, SCALES_C, [scale, oc0, oc1], dtype=H4, is_pure=True, pack=1)
+            if U >= 4:
+                e0 = gl.join(q0, q1).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
+                e1 = gl.join(q2, q3).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
+            else:
+                e0 = gl.join(q0, q1).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
+                e1 = gl.join(q2, q3).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
+            w5 = word.reshape([NW, R, U, 32, 4])
+            w5, e0 = gl.broadcast(w5, gl.convert_layout(e0, w5.type.layout, assert_trivial=True))
+            w5, e1 = gl.broadcast(w5, gl.convert_layout(e1, w5.type.layout, assert_trivial=True))
+            # pack = 4: the four words of a lane; output i = (s, e), its four elements are the adjacent codes j
+            o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(WORDS_E4M3, WORDS_C, [w5, e0, e1], dtype=F8, is_pure=True, pack=4)
+            o = gl.join(gl.join(gl.join(o0, o1), gl.join(o4, o5)), gl.join(gl.join(o2, o3), gl.join(o6, o7)))
+            # NW R U g t j e s1 s0 -> R NW e g U s1 s0 t j
+            o = o.reshape([NW, R, U, 8, 4, 4, 2, 2, 2]).permute([1, 0, 6, 3, 2, 7, 8, 4, 5]).reshape([BN, U * 64])
+            op = gl.convert_layout(o, DOA, assert_trivial=True)
+            acc, before, slot_r, slot_x = _step8(sx, op, before, acc, xp, okx, tx, kt, KT, slot_r, slot_x, U, XS)
     r = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
     cp_wait(0)

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, frag_w, unpack_scales, words_to_products
+from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
 
 
 @triton.jit
@@ -83,13 +83,17 @@ def _operand(a, e0, e1, WN: gl.constexpr, R: gl.constexpr, HALF: gl.constexpr, D
 
 
 @gluon.jit
-def _step(sx, op, before, acc, xp, okx, tx, kt, kend, slot_r, slot_x, XU: gl.constexpr, XS: gl.constexpr):
-    """One MMA: wait for its x slot, start it, refill the slot that the MMA before the last has left, wait for the last one."""
+def _step(sx, op, before, acc, xp, okx, kt, kend, slot_r, slot_x, XS: gl.constexpr):
+    """One MMA: wait for its x slot, start it, refill the slot that the MMA before the last has left, wait for the last one.
+
+    ``before``, the operand of the last MMA, must stay in its registers until that wait: it is a dependency of it, and the steps of an
+    even number are unrolled so that two sets of registers alternate without copies (``tests/sass.py`` checks the machine code).
+    """
     cp_wait(XS - 3)
     barrier()
     acc = warpgroup_mma(op, sx.index(slot_r).permute([1, 0]), acc, is_async=True)
-    jb = kt + (XS - 2) * XU
-    cp_async(sx.index(slot_x), xp + jb * 64, mask=okx & (jb + tx < kend)[None, :])
+    jb = kt + (XS - 2)
+    cp_async(sx.index(slot_x), xp + jb * 64, mask=okx & (jb < kend))
     cp_commit()
     acc, before = warpgroup_mma_wait(num_outstanding=1, deps=[acc, before])
     slot_r = gl.where(slot_r == XS - 1, 0, slot_r + 1)
@@ -101,19 +105,17 @@ def _step(sx, op, before, acc, xp, okx, tx, kt, kend, slot_r, slot_x, XU: gl.con
 def wide_m(
     x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, KT, oc,
     KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr,
-    BT: gl.constexpr, R: gl.constexpr, U: gl.constexpr, XU: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, SPLIT: gl.constexpr,
-    NW: gl.constexpr,
+    BT: gl.constexpr, R: gl.constexpr, U: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, SPLIT: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """x_ptr: bf16 / fp16 [M, KT * 64] as ``permute_x`` wrote it; a CTA owns R * NW * 16 rows of W and BT rows of x.
 
-    XU: tiles of 64 columns in one x slot and one MMA, 1 or U. Grid (tiles of N times tiles of M, SPLIT), tiles of M in groups
-    of GM. EVEN: N % (R NW 16) == 0 and KT % (U SPLIT) == 0.
+    Grid (tiles of N times tiles of M, SPLIT), tiles of M in groups of GM. EVEN: N % (R NW 16) == 0 and KT % (U SPLIT) == 0.
     """
     BN: gl.constexpr = R * NW * 16
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, U // 2], [1, 32], [NW, 1], [1, 0])
-    LX: gl.constexpr = gl.BlockedLayout([1, 8], [4 // XU if XU <= 4 else 1, 8 * XU], [NW, 1], [1, 0])
+    LX: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
     LY: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NW], [0, 1])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BT, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -149,18 +151,17 @@ def wide_m(
     live_a = (rt0 + ra < NT) & (ka >= 0)
     live_s = (rt0 + rs < NT) & (ks >= 0)
     mx = pm * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, LX))
-    kx = gl.arange(0, 64 * XU, layout=gl.SliceLayout(0, LX))
-    tx = kx // 64
+    kx = gl.arange(0, 64, layout=gl.SliceLayout(0, LX))
     xp = x_ptr + mx.to(gl.int64)[:, None] * (KT * 64) + kx[None, :]
-    okx = (mx < M)[:, None]
-    sx = gl.allocate_shared_memory(DT, [XS, BT, 64 * XU], SX)
+    okx = (mx < M)[:, None] & (kx >= 0)[None, :]
+    sx = gl.allocate_shared_memory(DT, [XS, BT, 64], SX)
     a = _fetch(ap, live_a, kt0, kend, ka, EVEN)
     s = _fetch(sp + ((kt0 // 4) * L + (kt0 % 4) // 2), live_s, kt0, kend, ks, EVEN)
     for i in gl.static_range(XS - 2):
-        cp_async(sx.index(i), xp + (kt0 + i * XU) * 64, mask=okx & (kt0 + i * XU + tx < kend)[None, :])
+        cp_async(sx.index(i), xp + (kt0 + i) * 64, mask=okx & (kt0 + i < kend))
         cp_commit()
     acc = gl.zeros([BN, BT], gl.float32, MMA)
-    before = gl.zeros([BN, 64 * XU], DT, DOA)
+    before = gl.zeros([BN, 64], DT, DOA)
     slot_r = 0
     slot_x = XS - 2
     for kt in range(kt0, kt0 + n * U, U):
@@ -170,31 +171,24 @@ def wide_m(
         ap += U * 128
         a = _fetch(ap, live_a, nx, kend, ka, EVEN)
         s = _fetch(sp + ((nx // 4) * L + (nx % 4) // 2), live_s, nx, kend, ks, EVEN)
-        if XU == U:
-            o = frag_w(word.reshape([1, NW, R * U * 128]), scale.reshape([1, NW, R * U * 16]), oc, 1, NW, R, U, KIND, ANY, HALF)
-            # 1 NW R U g t s e h l -> R NW e g U s h t l
-            o = o.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([BN, U * 64])
-            op = gl.convert_layout(o, DOA, assert_trivial=True)
-            acc, before, slot_r, slot_x = _step(sx, op, before, acc, xp, okx, tx, kt, kend, slot_r, slot_x, XU, XS)
-        else:
-            a0, a1, a2, a3 = _split_words(word, NW, R, U)
-            s0, s1 = _split_scales(scale, NW, R, U)
-            q0, q1, q2, q3 = unpack_scales(s0, oc, KIND, ANY, HALF)
-            for u in gl.static_range(U):
-                if u == 2:
-                    q0, q1, q2, q3 = unpack_scales(s1, oc, KIND, ANY, HALF)
-                w = a0
-                if u == 1:
-                    w = a1
-                if u == 2:
-                    w = a2
-                if u == 3:
-                    w = a3
-                if u % 2 == 0:
-                    op = _operand(w, q0, q2, NW, R, HALF, DOA)
-                else:
-                    op = _operand(w, q1, q3, NW, R, HALF, DOA)
-                acc, before, slot_r, slot_x = _step(sx, op, before, acc, xp, okx, tx, kt + u, kend, slot_r, slot_x, XU, XS)
+        a0, a1, a2, a3 = _split_words(word, NW, R, U)
+        s0, s1 = _split_scales(scale, NW, R, U)
+        q0, q1, q2, q3 = unpack_scales(s0, oc, KIND, ANY, HALF)
+        for u in gl.static_range(U):
+            if u == 2:
+                q0, q1, q2, q3 = unpack_scales(s1, oc, KIND, ANY, HALF)
+            w = a0
+            if u == 1:
+                w = a1
+            if u == 2:
+                w = a2
+            if u == 3:
+                w = a3
+            if u % 2 == 0:
+                op = _operand(w, q0, q2, NW, R, HALF, DOA)
+            else:
+                op = _operand(w, q1, q3, NW, R, HALF, DOA)
+            acc, before, slot_r, slot_x = _step(sx, op, before, acc, xp, okx, kt + u, kend, slot_r, slot_x, XS)
     r, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
     cp_wait(0)
     if SPLIT == 1:

@@ -1,0 +1,64 @@
+"""Reads Hopper machine code for one hazard that no sanitizer reports: a register operand of an asynchronous MMA that is overwritten
+before a wait has proved the MMA done. The compiler keeps source order, not asynchronous reads, so a kernel must be built to be free of it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+
+def disassemble(cubin: bytes) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        return subprocess.run([str(tool), "-c", f.name], capture_output=True, text=True, check=True).stdout
+
+
+def _loops(sass: str) -> list[list[str]]:
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if m := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[m[1]] = len(code)
+        elif m := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            code.append(m[1].strip())
+    found = []
+    for i, text in enumerate(code):
+        m = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
+        if m and labels.get(m[1], i) < i and any("GMMA" in t for t in code[labels[m[1]] : i]):
+            found.append(code[labels[m[1]] : i + 1])
+    return found
+
+
+def hazards(sass: str) -> tuple[int, list[str]]:
+    """(loops with MMAs, instructions that write a register which an MMA in flight may still read). A loop is walked three times."""
+    loops = _loops(sass)
+    bad: list[str] = []
+    for body in loops:
+        groups: list[set[int]] = []  # operand registers of each committed, unfinished group of MMAs
+        current: set[int] = set()
+        for text in body * 3:
+            if re.search(r"[HQ]GMMA", text):
+                if m := re.search(r"GMMA\S*\s+R\d+,\s*R(\d+)", text):
+                    current |= set(range(int(m[1]), int(m[1]) + 4))
+                if "gsb0" in text:
+                    groups.append(current)
+                    current = set()
+                continue
+            if m := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
+                groups = groups[len(groups) - min(int(m[1]), len(groups)) :]
+                continue
+            m = re.match(r"([A-Z0-9_.]+)\s+(?:P\d+,\s*)?R(\d+)\b", re.sub(r"^@!?U?P\d+\s+", "", text))
+            if not m or m[1].startswith(("ST", "BAR", "RED")):
+                continue
+            width = 4 if ".128" in m[1] else 2 if ".64" in m[1] or "WIDE" in m[1] or m[1].startswith("CS2R") else 1
+            written = set(range(int(m[2]), int(m[2]) + width))
+            if any(written & g for g in [*groups, current]):
+                bad.append(text)
+    return len(loops), bad
