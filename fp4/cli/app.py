@@ -146,11 +146,16 @@ def error(
 @app.command()
 def bench(
     elements: Annotated[int, typer.Option(help="elements of the tensor, in Mi")] = 16,
+    tune: Annotated[bool, typer.Option("--tune", help="measure the dense kernels on this GPU and write their table")] = False,
     json: Json = False,
 ) -> None:
     """Time quantise, dequantise and a product on this machine, each as a ratio to a plain copy or product in the same run."""
     from fp4.cli import bench as module
 
+    if tune:
+        rows = module.tune(quiet=json)
+        print(dump(rows) if json else f"wrote {len(next(iter(rows.values())))} rows of the table of dense kernels")
+        return
     report = module.collect(elements)
     print(dump(report) if json else module.render(report))
 

@@ -12,7 +12,7 @@ import fp4
 from fp4.cli.table import table
 from fp4.errors import Fp4Error
 
-__all__ = ["collect", "render", "seconds"]
+__all__ = ["collect", "render", "seconds", "tune"]
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
@@ -53,6 +53,20 @@ def collect(mebi: int) -> dict[str, Any]:
         rows.append(_row(f"matmul {name} [16, k], {ready.backend}", took, "torch bf16 product", product))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return {"device": where, "shape": [n, k], "rows": rows}
+
+
+def tune(quiet: bool) -> dict[str, Any]:
+    """Measure the dense kernels and rewrite ``fp4/gpu/kernels/table.json``. Raises Fp4Error where they cannot run."""
+    if not torch.cuda.is_available():
+        raise Fp4Error("bench --tune: no CUDA device is here; the table that ships was measured on an H200 and serves other GPUs too")
+    from fp4.gpu.kernels import launch
+    from fp4.gpu.kernels import tune as module
+
+    if why := launch.gluon_reason():
+        raise Fp4Error(f"bench --tune: {why}; the plain kernels have nothing to tune")
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise Fp4Error("bench --tune: the candidates are Hopper kernels (SM90); other GPUs use the rows 'default' of the table")
+    return module.tune(say=(lambda _: None) if quiet else print)
 
 
 def _row(what: str, took: float, baseline: str, base: float) -> dict[str, Any]:

@@ -251,13 +251,11 @@ def test_w4a8_is_exact_but_for_the_quantised_x(m, n, k):
     x8 = (x.float() / xs).to(torch.float8_e4m3fn).double() * xs.double()
     y = d(x, None, torch.float32)
     ref = x8 @ w.T
-    scale_of_row = ref.norm(dim=1, keepdim=True)
-    assert ((y.double() - ref).norm(dim=1, keepdim=True) / scale_of_row).max() < 2e-3
-    rows = ref.abs().amax(0)
-    assert ((y.double() - ref)[:, 1].abs() / rows[1]).max() < 2e-2
+    # elementwise, against the sum of magnitudes: one dot product may cancel, its terms are what the 14-bit sums round
+    assert ((y.double() - ref).abs() <= 4e-3 * (x8.abs() @ w.abs().T)).all()
     assert torch.equal(d(x), d(x))
     with_bias = d(x, bias, torch.float32)
-    assert torch.allclose(with_bias, y + bias, rtol=1e-6, atol=1e-3)
+    assert torch.allclose(with_bias, y + bias, rtol=1e-5, atol=1e-3)
     assert torch.isfinite(d(torch.zeros_like(x))).all()
 
 

@@ -76,12 +76,12 @@ def quantize_x(x_ptr, o_ptr, scale_ptr, K, KT, B: tl.constexpr):
         x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
     amax = tl.reduce(top, 0, _nan_max)
-    scale = tl.where(amax > 0, amax, 1.0) / 448.0
+    scale = tl.div_rn(tl.where(amax > 0, amax, 1.0), 448.0)  # IEEE division: the same bytes as the formula anywhere
     scale = tl.where(amax != amax, amax, scale)
     tl.store(scale_ptr + m, scale)
     for first in range(0, KT * 64, B * 64):
         x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
-        q = (x / scale).to(tl.float8e4nv)
+        q = tl.div_rn(x, tl.zeros_like(x) + scale).to(tl.float8e4nv)
         q = q.reshape([B, 4, 4, 4]).permute([0, 2, 1, 3]).reshape([B * 64])
         tl.store(o_ptr + m * (KT * 64) + first + k, q, mask=first + k < KT * 64)
 
