@@ -119,8 +119,13 @@ def _on_gpu(x: torch.Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-@torch.library.custom_op("fp4::quantize", mutates_args=())
-def _quantize_op(
+def _straight(x: torch.Tensor) -> bool:
+    """Call the op's body itself: an eager plain tensor without a gradient. The first call through the dispatcher imports all of
+    torch's compiler, several seconds in every process that only wants numbers."""
+    return type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def _quantize(
     x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fmt, how = formats.get(format), recipe_module.get(recipe)
@@ -136,6 +141,9 @@ def _quantize_op(
     return codes, scale, out
 
 
+_quantize_op = torch.library.custom_op("fp4::quantize", _quantize, mutates_args=())
+
+
 @_quantize_op.register_fake
 def _(
     x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
@@ -149,8 +157,7 @@ def _(
     return codes, scale, x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("fp4::dequantize", mutates_args=())
-def _dequantize_op(
+def _dequantize(
     codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, format: str, dtype: torch.dtype
 ) -> torch.Tensor:
     fmt = formats.get(format)
@@ -160,6 +167,9 @@ def _dequantize_op(
         out: torch.Tensor = triton_quantize.dequantize_blocks(codes, scale, global_scale, fmt, dtype)
         return out
     return ref.dequantize_blocks(codes, scale, global_scale, fmt, dtype)
+
+
+_dequantize_op = torch.library.custom_op("fp4::dequantize", _dequantize, mutates_args=())
 
 
 @_dequantize_op.register_fake
@@ -261,7 +271,8 @@ def quantize(
     last, fmt, how, g, gs, per_expert = _arguments(x, format, recipe, global_scale, encode_scale, axis, "quantize")
     if scale_layout is not None:
         return _quantize_stored(last, fmt, how, g, gs, per_expert, scale_layout, tuple(x.shape), axis)
-    codes, scale, used = torch.ops.fp4.quantize(last, fmt.name, how.key, g, gs, per_expert)
+    op = _quantize if _straight(last) else torch.ops.fp4.quantize
+    codes, scale, used = op(last, fmt.name, how.key, g, gs, per_expert)
     second = (g if g is not None else used) if fmt.tensor_scale else None
     return QuantizedTensor(fmt, codes, scale, second, tuple(x.shape), axis, how)
 
@@ -304,7 +315,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
         raise FormatMismatch(f"dequantize: got {type(q).__name__}; need a QuantizedTensor; {hint}")
     if not isinstance(dtype, torch.dtype) or dtype not in _FLOATS:
         raise FormatMismatch(f"dequantize: dtype is {dtype}; need torch.float32, bfloat16 or float16")
-    out: torch.Tensor = torch.ops.fp4.dequantize(q.codes, q.scale, q.global_scale, q.format.name, dtype)
+    op = _dequantize if _straight(q.codes) else torch.ops.fp4.dequantize
+    out: torch.Tensor = op(q.codes, q.scale, q.global_scale, q.format.name, dtype)
     return out.movedim(-1, q.axis)
 
 
