@@ -266,11 +266,21 @@ class Emulator:
 
     # --- trtllm MoE ------------------------------------------------------------------------------------------------------------------
 
-    def trtllm_fp4_block_scale_moe(self, mode: int, logits: Any, ids: Any, weights: Any, r_bias: Any, x: Any, x_sf: Any, w1: Any, sf1: Any,
-                                   b1: Any, lora: Any, alpha: Any, beta: Any, limit: Any, w2: Any, sf2: Any, b2: Any, s1: Any, s1_gate: Any,
-                                   s2: Any, per_token: Any, num_experts: int, top_k: int, shared: Any, n_group: Any, topk_group: Any,
-                                   inter: int, offset: int, local: int, scaling: Any, method: int, finalize: bool, pdl: Any, act: int,
-                                   out: Any, *_: Any) -> Any:  # fmt: skip
+    def trtllm_fp4_block_scale_moe(self, *args: Any) -> Any:
+        """The argument list of any release from 0.6.11 on, brought to the newest order."""
+        a = list(args)
+        if not isinstance(a[0], int):  # 0.6.11 has no routing mode
+            a.insert(0, _LOGITS if a[0] is not None else _PACKED)
+        if isinstance(a[13], torch.Tensor) and a[13].dtype == torch.uint8:  # no gemm1_lora_delta before 0.6.18
+            a.insert(10, None)
+        if next(i for i in range(22, len(a)) if isinstance(a[i], bool)) == 30:  # no num_fused_shared_experts before 0.6.16
+            a.insert(23, 0)
+        return self._trtllm(*a)
+
+    def _trtllm(self, mode: int, logits: Any, ids: Any, weights: Any, r_bias: Any, x: Any, x_sf: Any, w1: Any, sf1: Any, b1: Any, lora: Any,
+                alpha: Any, beta: Any, limit: Any, w2: Any, sf2: Any, b2: Any, s1: Any, s1_gate: Any, s2: Any, per_token: Any,
+                num_experts: int, top_k: int, shared: Any, n_group: Any, topk_group: Any, inter: int, offset: int, local: int, scaling: Any,
+                method: int, finalize: bool, pdl: Any, act: int, out: Any, *_: Any) -> Any:  # fmt: skip
         """Section 5."""
         check(self.cc in ((10, 0), (10, 3), (10, 7)), "trtllm-gen needs SM100, SM103 or SM107")
         e4m3 = torch.float8_e4m3fn

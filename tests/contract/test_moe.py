@@ -20,8 +20,8 @@ GPT_OSS = fp4.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 ORDERS = ("interleaved", "gate_up", "up_gate")
 
 
-def run(layer: Layer, backend: str, cc: tuple[int, int], sm90: str = "B", **kw: Any) -> tuple[torch.Tensor, Emulator, Any, Any]:
-    emulator = Emulator(cc, sm90)
+def run(layer: Layer, backend: str, cc: tuple[int, int], sm90: str | None = None, **kw: Any) -> tuple[torch.Tensor, Emulator, Any, Any]:
+    emulator = Emulator(cc, sm90 or (installed_sm90_layout() if cc == (9, 0) else "B"))
     with pretend.gpu(cc, emulator.functions) as recorder, poisoned():
         prepared = layer.prepare(backend, Device.fake(cc), **kw)
         y = fp4.moe(layer.x, prepared, layer.ids, layer.weights)
@@ -45,7 +45,7 @@ def test_nvfp4_cutlass(order: str, cc: tuple[int, int]) -> None:
     agree(layer, y, emulator.exact, layer.reference(layer.nvfp4))
     assert prepared.meta["route"] == "nvfp4_moe_cutlass"
     init, *_ = recorder.last("run_moe").args
-    assert init[7] is False, "use_fused_finalize must be off: its sums are not reproducible"
+    assert len(init) < 8 or init[7] is False, "use_fused_finalize must be off: its sums are not reproducible"
 
 
 @pytest.mark.parametrize("scalar", [False, True])
@@ -117,10 +117,20 @@ def test_mxfp4_trtllm_situ() -> None:
     agree(layer, y, emulator.exact, layer.reference(layer.plain))
 
 
+def _routed() -> Any:
+    from fp4.gpu.backends import _flashinfer_bind as bind
+
+    pretend.flashinfer()
+    return bind.need("trtllm_fp4_block_scale_routed_moe")
+
+
 @pytest.mark.parametrize("form", ["tuple", "packed"])
 def test_trtllm_routing_forms(form: str) -> None:
     """Packed routing rounds the weights to bf16 (sglang#33631), the tuple keeps float32."""
     from fp4.gpu.backends import flashinfer as backend
+
+    if form == "tuple" and not _routed().takes_tuple("topk_ids"):
+        pytest.skip("this flashinfer takes packed routing only (the tuple came in 0.6.13)")
 
     layer, emulator = Layer("mxfp4", activation=GPT_OSS), Emulator((10, 0))
     weights = layer.weights if form == "tuple" else layer.weights.to(torch.bfloat16).float()
@@ -172,7 +182,7 @@ def test_mxfp4_cutlass_mxfp8(order: str, cc: tuple[int, int]) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_mxfp4_sm90(order: str) -> None:
     layer = Layer("mxfp4", order, experts=3, activation=GPT_OSS)
-    y, emulator, _, prepared = run(layer, "flashinfer_cutlass", (9, 0), sm90=installed_sm90_layout())
+    y, emulator, _, prepared = run(layer, "flashinfer_cutlass", (9, 0))
     agree(layer, y, emulator.exact, layer.reference(layer.plain))
     assert prepared.meta["sm90_layout"] == installed_sm90_layout()
 
