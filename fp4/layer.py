@@ -81,7 +81,9 @@ def _matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None, out_dtype: 
     return y.view(*x.shape[:-1], n)  # type: ignore[no-any-return]
 
 
-def _moe(x: torch.Tensor, ex: PreparedMoE, ids: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+def _moe(
+    x: torch.Tensor, ex: PreparedMoE, ids: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype | None, in_op: bool = False
+) -> torch.Tensor:
     hidden, experts = ex.shape[1], ex.experts
     if x.device != ex.device or x.dtype not in ex.act_dtypes or x.ndim != 2 or x.shape[1] != hidden:
         raise _bad_x("moe", x, ex, hidden)
@@ -106,6 +108,8 @@ def _moe(x: torch.Tensor, ex: PreparedMoE, ids: torch.Tensor, weights: torch.Ten
             t, s = (int(i) for i in bad.nonzero()[0])
             raise FormatMismatch(f"moe: topk_ids[{t}, {s}] is {int(ids[t, s])}; need 0 <= id < {experts}, or -1 for none")
     call = ex._call or ex.bind()  # type: ignore[attr-defined]
+    if in_op:  # a compiled graph has memory and captures of its own: no replays inside it
+        call = getattr(call, "direct", call)
     if weights.dtype != torch.float32:
         weights = weights.float()
     return call(x.contiguous(), ids.contiguous(), weights.contiguous(), out_dtype or x.dtype)  # type: ignore[no-any-return]
@@ -138,7 +142,7 @@ def _matmul_op(x: torch.Tensor, bias: torch.Tensor | None, handle: int, n: int, 
 
 
 def _moe_op(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _moe(x, by_handle(handle), ids, weights, out_dtype)
+    return _moe(x, by_handle(handle), ids, weights, out_dtype, in_op=True)
 
 
 def _matmul_fake(x: torch.Tensor, bias: torch.Tensor | None, handle: int, n: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -61,10 +61,10 @@ class _Plan:
 
 
 class Replay:
-    """``call`` with the plans of one layer."""
+    """``call`` with the plans of one layer; ``direct`` is the call itself, for compiled graphs."""
 
     def __init__(self, call: Call, plan: Callable[..., Any] = _Plan) -> None:
-        self.call, self.plan = call, plan
+        self.direct, self.plan = call, plan
         self.seen: set[Any] = set()
         self.plans: dict[Any, Any] = {}
         self.failed: str | None = None
@@ -72,7 +72,7 @@ class Replay:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         rows = x.shape[0]
         if rows > ROWS or self.failed or x.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return self.call(x, ids, weights, out_dtype)
+            return self.direct(x, ids, weights, out_dtype)
         stream = torch.cuda.current_stream(x.device)
         size = 1 << (rows - 1).bit_length()
         key = (size, ids.shape[1], x.dtype, ids.dtype, out_dtype, stream.cuda_stream)
@@ -82,11 +82,11 @@ class Replay:
                 exact = (rows, *key[1:])
                 if exact not in self.seen:  # an engine warms up with the very size that it captures next: compile that one
                     self.seen.add(exact)
-                    return self.call(x, ids, weights, out_dtype)
+                    return self.direct(x, ids, weights, out_dtype)
                 try:
-                    plan = self.plans[key] = self.plan(self.call, size, (x, ids, weights), out_dtype, stream)
+                    plan = self.plans[key] = self.plan(self.direct, size, (x, ids, weights), out_dtype, stream)
                 except Exception as e:  # a library that cannot be captured still works, slowly
                     self.failed = f"{type(e).__name__}: {e}"
-                    return self.call(x, ids, weights, out_dtype)
+                    return self.direct(x, ids, weights, out_dtype)
             y: torch.Tensor = plan(x, ids, weights)
             return y
