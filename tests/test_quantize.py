@@ -500,6 +500,20 @@ def test_fake_quantize_is_dequantize_of_quantize() -> None:
         assert torch.equal(got, fp4.dequantize(fp4.quantize(x, fmt, axis=axis), dtype))
 
 
+@pytest.mark.parametrize("shape", [(37, 160), (3, 5, 160)])
+def test_64_bit_offsets_give_the_same_bytes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for tensors beyond 2^31 elements, on small ones; strided too."""
+    x = randn(*shape, seed=11)
+    wide = torch.cat((x, x), -1)[..., :160]
+    want = fp4.quantize(x, "mxfp4")
+    monkeypatch.setattr(golden, "WIDE_FROM", 0)
+    for t in (x, wide):
+        codes, scale = golden.quantize_blocks(t.to(DEVICE), fp4.MXFP4, Recipe())
+        assert_same_bytes(codes, want.codes)
+        assert_same_bytes(scale, want.scale)
+    assert torch.equal(golden.dequantize_blocks(codes, scale, None, fp4.MXFP4).cpu(), fp4.dequantize(want))
+
+
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any chunk size gives the same bytes, for rows that are and are not contiguous."""
     x = randn(37, 160, seed=11)

@@ -73,8 +73,13 @@ def encode_magnitude(a: torch.Tensor, elem: ElemFormat, tie: str = "even") -> to
     return whole.to(INT32) + up + ((exponent - emin) << man)
 
 
-def signed_code(code: torch.Tensor, x: torch.Tensor, y: torch.Tensor, elem: ElemFormat, zero_sign: str, nan_code: str) -> torch.Tensor:
-    """Puts the sign on magnitude codes i32 and the code for NaN, see ``Recipe``; y is x after scaling, both f32. Returns i32."""
+def signed_code(
+    code: torch.Tensor, x: torch.Tensor, y: torch.Tensor, elem: ElemFormat, zero_sign: str, nan_code: str, nan: bool = True
+) -> torch.Tensor:
+    """Puts the sign on magnitude codes i32 and the code for NaN, see ``Recipe``; y is x after scaling, both f32. Returns i32.
+
+    ``nan=False`` promises that y holds no NaN and skips its share, a third of a CPU's work.
+    """
     top = 1 << (elem.bits - 1)
     sign = (x.view(INT32) >> (32 - elem.bits)).bitwise_and_(top)
     if zero_sign == "keep":
@@ -85,6 +90,8 @@ def signed_code(code: torch.Tensor, x: torch.Tensor, y: torch.Tensor, elem: Elem
         code |= ((y < 0) & (code != 0)).to(INT32) * top
     else:  # "negative": every exact zero gets the minus sign
         code |= (y <= 0).to(INT32) * top
+    if not nan:
+        return code
     largest = elem.nan_codes[0] if elem.nan_codes else top - 1
     if nan_code == "zero":
         return code.masked_fill_(y != y, 0)

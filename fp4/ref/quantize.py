@@ -18,8 +18,8 @@ from fp4.ref.scales import block_factor, default_global_scale, scale_bytes
 
 __all__ = ["dequantize_blocks", "quantize_blocks", "tensor_amax"]
 
-#: elements in a chunk: 2^18 float32 are 1 MiB, so a chunk's temporaries stay in a core's second-level cache
-CHUNK = 1 << 18
+#: elements in a chunk: 2^17 float32 are 512 KiB, so the temporaries of a chunk stay in the second-level caches of two cores
+CHUNK = 1 << 17
 
 
 def _chunk(device: torch.device) -> int:
@@ -87,15 +87,20 @@ def _quantize_piece(x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tenso
     return pack_nibbles(code) if fmt.codes_per_byte == 2 else code, byte.to(torch.uint8)
 
 
+def _bounded(a: torch.Tensor) -> torch.Tensor:
+    """f32 >= 0 or NaN -> at most the largest finite float32, as in the Triton twin."""
+    return a.view(INT32).clamp(max=0x7F7FFFFF).view(torch.float32)
+
+
 def block_error(x: torch.Tensor, code: torch.Tensor, byte: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor) -> torch.Tensor:
-    """Error of one choice of scale, f32 [n]: sum of squares, sum of magnitudes or largest magnitude of ``elem[code] * (d * g) - x``.
+    """Error of one choice of scale, f32 [n]: sum of squares, sum of magnitudes or largest magnitude of ``|elem[code]| * (d * g) - |x|``.
 
     Neighbours are added pairwise, level by level: the same order of float32 sums as in the Triton twin.
     """
     s = decode(byte.to(torch.uint8), fmt.scale) * g
-    e = (decode(code, fmt.elem) * s[:, None] - x).abs_()
+    e = (_bounded(decode(code & 7, fmt.elem) * s[:, None]) - x.abs()).abs_()
     if recipe.four_over_six == "mse":
-        e = e * e
+        e = _bounded(e * e)
     while e.shape[1] > 1:
         a, b = e[:, 0::2], e[:, 1::2]
         e = torch.where(a > b, a, b) if recipe.four_over_six == "abs_max" else a + b
@@ -109,7 +114,11 @@ def _codes(
     factor, divide = block_factor(byte, amax, fmt, recipe, g, gs)
     y = x / factor[:, None] if divide else x * factor[:, None]
     code = encode_magnitude(y.abs(), fmt.elem, recipe.tie)
-    return signed_code(code, x, y, fmt.elem, recipe.zero_sign, recipe.nan_code).to(torch.uint8)
+    # a finite x by a finite factor, which is not a zero divisor, is no NaN; on a GPU the question would cost a synchronisation
+    nan = True
+    if x.device.type == "cpu" and recipe.nan != "ignore":
+        nan = not bool((torch.isfinite(amax) & torch.isfinite(factor)).all()) or (divide and bool((factor == 0).any()))
+    return signed_code(code, x, y, fmt.elem, recipe.zero_sign, recipe.nan_code, nan).to(torch.uint8)
 
 
 def refuse_nonfinite(x: torch.Tensor, recipe: Recipe) -> None:

@@ -39,6 +39,8 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 
 #: elements a program, compiled and in the interpreter (where a launch costs more than its work)
 TILE, TILE_INTERPRETED = 4096, 1 << 17
+#: element offsets from here on need 64 bits
+WIDE_FROM = 2**31
 _ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCALE = {"e4m3": 0, "ue5m3": 1, "ue8m0": 2}
 
@@ -209,15 +211,22 @@ def _codes(
 
 
 @triton.jit
-def _error(code, d, g, x, RULE: tl.constexpr):
+def _bounded(a):
+    """f32 >= 0 or NaN -> at most the largest finite float32; through the integers."""
+    return from_bits(tl.minimum(bits_of(a), 0x7F7FFFFF))
+
+
+@triton.jit
+def _error(code, d, g, x, RULE: tl.constexpr, BLOCK: tl.constexpr):
     """Error of a block's codes, f32 [n]: sum of squares (1), of magnitudes (2), or the largest magnitude (3).
 
-    Neighbours are added pairwise, level by level, so that the order of the sums is the same everywhere; needs fp fusion off.
+    Neighbours are added pairwise, level by level: the same order of sums everywhere. ``_bounded`` stands between each product and the
+    sum that follows, so that no compiler fuses the two (ptxas of Triton 3.6 does for SM120, even when told not to).
     """
-    e = tl.abs(decode_e2m1(code) * (d * g)[:, None] - x)
+    e = tl.abs(_bounded(decode_e2m1(code & 7) * (d * g)[:, None]) - tl.abs(x))
     if RULE == 1:
-        e = e * e
-    while e.shape[1] > 1:
+        e = _bounded(e * e)
+    for _ in tl.static_range(4 if BLOCK == 16 else 5):  # unrolled: a loop may not change the shape of what it carries
         a, b = tl.split(tl.reshape(e, [e.shape[0], e.shape[1] // 2, 2]))
         if RULE == 3:
             e = tl.where(a > b, a, b)
@@ -315,7 +324,7 @@ def _quantize_kernel(
                 v * 1.5, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
             )
             code4 = _codes(x, _scaled(x, factor4, DIVIDE), PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
-            four = _error(code4, d4, g, x, FOUR_OVER_SIX) < _error(code, d, g, x, FOUR_OVER_SIX)
+            four = _error(code4, d4, g, x, FOUR_OVER_SIX, BLOCK) < _error(code, d, g, x, FOUR_OVER_SIX, BLOCK)
             byte = tl.where(four, byte4, byte)
             code = tl.where(four[:, None], code4, code)
         packed = pack_nibbles(code) if PACK else code.to(tl.uint8)
@@ -439,9 +448,8 @@ def quantize_blocks(
         rows.view(torch.int16) if as_bits else rows, other.view(torch.int16) if as_bits else other,
         codes, scale, g, gs, rcp_approx_table(x.device) if approx else one, *params,
         blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
-        N=n, FLAT=flat, WIDE=reach >= 2**31 - size, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
+        N=n, FLAT=flat, WIDE=reach >= WIDE_FROM - size, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
         ACT=act, ACT_ROUND=_ROUND[x.dtype], **_constants(fmt, recipe, x.dtype),
-        **({} if recipe.four_over_six == "off" else {"enable_fp_fusion": False}),
     )  # fmt: skip
     return codes, scale
 
@@ -525,7 +533,7 @@ def dequantize_blocks(
         # cvt.rn.bf16.f32 is IEEE on SM80 and later; the interpreter's cast is not, there the kernel rounds by integers
         codes, scale, g, out.view(torch.int16) if interpreted() and dtype == torch.bfloat16 else out, groups, groups // max(1, g.numel()),
         N=n, GROUP=group, PER_BLOCK=fmt.block // group, PACK=fmt.codes_per_byte == 2, SCALE=_SCALE[fmt.scale.name],
-        TENSOR_SCALE=global_scale is not None, EXPERTS=global_scale is not None and g.numel() > 1, WIDE=out.numel() >= 2**31 - size,
+        TENSOR_SCALE=global_scale is not None, EXPERTS=global_scale is not None and g.numel() > 1, WIDE=out.numel() >= WIDE_FROM - size,
         num_warps=num_warps,
     )  # fmt: skip
     return out
