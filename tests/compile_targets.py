@@ -100,9 +100,10 @@ def launched(host: Any) -> Any:
     return kernels[0]
 
 
-def quantize(fmt: Any, dtype: torch.dtype) -> Any:
+def quantize(fmt: Any, dtype: torch.dtype, preset: str = "default") -> Any:
     x = torch.zeros((256, 512), dtype=dtype)
-    return launched(lambda: triton_quantize.quantize_blocks(x, fmt, recipe.get("default"), None if fmt is MXFP4 else torch.ones(())))
+    how = recipe.get(preset, fmt.name)
+    return launched(lambda: triton_quantize.quantize_blocks(x, fmt, how, None if fmt is MXFP4 else torch.ones(())))
 
 
 def dequantize(fmt: Any) -> Any:
@@ -121,6 +122,9 @@ def permuted(name: str, inverse: bool = False) -> Any:
 CASES: dict[str, Any] = {
     "quantize nvfp4 bf16": lambda: quantize(NVFP4, torch.bfloat16),
     "quantize mxfp4 fp16": lambda: quantize(MXFP4, torch.float16),
+    "quantize mxfp4 ties toward zero": lambda: quantize(MXFP4, torch.float16, "modelopt"),
+    "quantize nvfp4 four-over-six": lambda: quantize(NVFP4, torch.bfloat16, "fouroversix"),
+    "quantize nvfp4 approximate reciprocal": lambda: quantize(NVFP4, torch.bfloat16, "flashinfer_fast"),
     "dequantize nvfp4": lambda: dequantize(NVFP4),
     "permute sf_128x4": lambda: permuted("sf_128x4"),
     "permute hopper_value_v3": lambda: permuted("hopper_value_v3"),
