@@ -50,3 +50,27 @@ def test_reasons():
     assert "6 significant bits" in str(dense_fp8.reason((9, 0), 16))
     assert "SM90" in str(dense_fp8.reason((8, 9), 32))
     assert dense_fp8.reason((9, 0), 32) is None
+
+
+def test_prepare_for_fp8_activations_restores_and_refuses():
+    """Through prepare, for a Hopper GPU that is not here: the bytes come back; NVFP4 and wide rows are refused with the reason."""
+    import fp4
+    from fp4.gpu.device import Device
+
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (48, 80), dtype=torch.uint8, generator=g)
+    scale = torch.randint(115, 122, (48, 5), dtype=torch.uint8, generator=g)
+    q = fp4.QuantizedTensor(format="mxfp4", codes=codes, scale=scale)
+    sm90 = Device.of("sm90")
+    p = fp4.prepare(q, backend="triton", device=sm90, act="fp8")
+    assert p.meta["path"] == "dense"
+    assert torch.equal(p.arrays["triton.row_base"], scale.amax(-1))
+    assert torch.equal(p.restore().codes, codes)
+    assert torch.equal(p.restore().scale, scale)
+    wide = scale.clone()
+    wide[3, 1] = 90
+    with pytest.raises(Unsupported, match="span at most 9 binades"):
+        fp4.prepare(fp4.QuantizedTensor(format="mxfp4", codes=codes, scale=wide), backend="triton", device=sm90, act="fp8")
+    nv = fp4.QuantizedTensor(format="nvfp4", codes=codes, scale=scale.repeat_interleave(2, -1))
+    with pytest.raises(ValueError, match=r"6 significant bits|fp8"):
+        fp4.prepare(nv, backend="triton", device=sm90, act="fp8")
