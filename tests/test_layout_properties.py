@@ -84,6 +84,9 @@ def test_offset_is_a_bijection_in_every_number_type(layout: Layout) -> None:
         assert eval(layout.formula(shape), {"m": i, "k": j}) == grid[i, j]
         assert eval(layout.formula(), {"m": i, "k": j, "RO": g.free[0], "CO": g.free[1]}) == grid[i, j]
     assert layout.offset((3, *shape), 1, 2, 2) == layout.offset(shape, 1, 2) + 2 * g.prows * g.pcols
+    if layout.pad is not None and layout.pad[0] is not None and layout.multiple[0] > 1:  # experts are padded each
+        ragged = (3, shape[0] - 1, shape[1])
+        assert layout.offset(ragged, 0, 1, 2) == layout.offset(shape, 0, 1) + 2 * g.prows * g.pcols
 
 
 @each
