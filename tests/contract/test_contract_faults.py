@@ -15,9 +15,9 @@ import pretend
 import pytest
 import torch
 from cases import Layer, dense, error, poisoned
-from contract.test_moe import GPT_OSS, installed_sm90_layout
 from emulate import Emulator
-from test_linear import inputs, seen, weight
+from test_contract_linear import inputs, seen, weight
+from test_contract_moe import GPT_OSS, installed_sm90_layout
 
 import fp4
 from fp4.gpu import storage

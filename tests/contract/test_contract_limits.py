@@ -1,0 +1,79 @@
+"""What the back end refuses, in words, and the two kinds of parallelism that it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pretend
+import pytest
+import torch
+from cases import Layer, error, poisoned
+from emulate import Emulator
+from test_contract_moe import BACKENDS, GPT_OSS, plain_layer
+
+import fp4
+import fp4.prepared
+from fp4.gpu.device import Device
+
+SM100 = (10, 0)
+
+REFUSED = [
+    ("flashinfer_trtllm", "nvfp4", {"order": None, "activation": fp4.ReLU2(), "bias": False}, {}, "no activation relu2"),
+    ("flashinfer_trtllm", "nvfp4", {"activation": fp4.SiTU(), "bias": False}, {}, "no activation situ|no SiTU kernels"),
+    ("flashinfer_trtllm", "nvfp4", {"activation": GPT_OSS, "pair": "different"}, {}, "one clamp limit"),
+    ("flashinfer_trtllm", "mxfp4", {"activation": GPT_OSS}, {"act_dtype": torch.float16}, "bf16 only"),
+    ("flashinfer_cutedsl", "nvfp4", {"activation": GPT_OSS}, {}, "no activation swiglu|has no grouped_gemm_nt_masked"),
+    ("flashinfer_cutedsl", "nvfp4", {"activation": fp4.SiLU(), "bias": True}, {}, "has no bias|has no grouped_gemm_nt_masked"),
+    ("flashinfer_cutlass", "nvfp4", {"activation": GPT_OSS, "local": (1, 3)}, {}, "equal parts only"),
+    ("flashinfer_cutlass", "nvfp4", {"activation": GPT_OSS}, {"act": "keep"}, "asked for keep"),
+    ("flashinfer_cudnn", "nvfp4", {"activation": GPT_OSS}, {}, "has no route for moe/nvfp4"),
+]
+
+
+@pytest.mark.parametrize(("backend", "format", "layer", "how", "why"), REFUSED)
+def test_refused_with_a_reason(backend: str, format: str, layer: dict[str, Any], how: dict[str, Any], why: str) -> None:
+    pretend.flashinfer()
+    with pytest.raises(fp4.Unsupported, match=why):
+        Layer(format, **layer).prepare(backend, Device.fake(SM100), **how)
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf")])
+def test_an_expert_that_calibration_never_reached(value: float) -> None:
+    """input_scale 0 or infinite for one expert is refused with its number (vllm#45212)."""
+    pretend.flashinfer()
+    layer = Layer("nvfp4", activation=GPT_OSS)
+    layer.w2.input_scale[3] = value
+    with pytest.raises(fp4.FormatMismatch, match=r"input_scale of w2 is .* for expert 3"):
+        layer.prepare("flashinfer_cutlass", Device.fake(SM100))
+
+
+@pytest.mark.parametrize(("backend", "format", "cc", "act"), [b for b in BACKENDS if b[1] == "mxfp4" and b[3] == "keep"])
+def test_tensor_parallel_parts_add_up(backend: str, format: str, cc: tuple[int, int], act: str) -> None:
+    """Two ranks: the partial outputs sum to the whole and hold the bias of the second product once."""
+    layer = plain_layer(backend, format, inter=128)
+    total = torch.zeros(layer.tokens, layer.hidden, dtype=torch.float64)
+    for rank in range(2):
+        emulator = Emulator(cc, "B")
+        if cc == (9, 0):
+            from test_contract_moe import installed_sm90_layout
+
+            emulator = Emulator(cc, installed_sm90_layout())
+        with pretend.gpu(cc, emulator.functions), poisoned():
+            fp4.moe(layer.x, layer.prepare(backend, Device.fake(cc), act=act, tp=(rank, 2)), layer.ids, layer.weights)
+        total += emulator.exact[:, : layer.hidden]
+    assert error(total, layer.reference(layer.plain)) < 2e-6
+
+
+def test_saved_weights_come_back(tmp_path: Path) -> None:
+    """A file of prepared weights restores bit for bit, a folded gate/up scale included, without the GPU it was made for."""
+    pretend.flashinfer()
+    layer = Layer("nvfp4", pair="foldable", activation=fp4.SiLU(), bias=False)
+    layer.prepare("flashinfer_cutlass", Device.fake(SM100)).save(tmp_path / "experts.safetensors")
+    loaded = fp4.prepared.load(tmp_path / "experts.safetensors", device="cpu")
+    (gate, up), w2 = loaded.restore()
+    for got, given in ((gate, layer.w13[0]), (up, layer.w13[1]), (w2, layer.w2)):
+        assert torch.equal(got.codes, given.codes)
+        assert torch.equal(got.scale, given.scale)
+    with pytest.raises(fp4.LayoutMismatch, match="prepared for SM100"):
+        fp4.moe(layer.x, loaded, layer.ids, layer.weights)
