@@ -1,6 +1,6 @@
 """Block quantisation and dequantisation by Format and Recipe in torch: the CPU's workers, and the twin of ``triton_quantize``.
 
-Work goes in chunks of blocks, so temporary memory stays near ``CHUNK`` float32 values whatever the tensor's size.
+Work goes in chunks of blocks, so temporary memory stays near a few times ``CHUNK`` float32 values whatever the tensor's size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from fp4.ref.scales import block_factor, default_global_scale, scale_bytes
 
 __all__ = ["dequantize_blocks", "quantize_blocks", "tensor_amax"]
 
-#: elements in a chunk: 2^17 float32 are 512 KiB, so the temporaries of a chunk stay in the second-level caches of two cores
-CHUNK = 1 << 17
+#: elements in a chunk: below 32768, torch's grain, each step runs on the calling thread. The steps are short: waking other threads for
+#: each costs more than it gains on two cores, and far more when the cores are busy. The temporaries fit the second-level cache.
+CHUNK = 30720
 
 
 def _chunk(device: torch.device) -> int:
