@@ -101,6 +101,7 @@ class QuantizedTensor:
             if t.dtype == torch.float64:
                 raise FormatMismatch(f"{where}: {name} is float64; need float32, round it yourself so that the loss is visible")
             t = t.to(torch.float32)  # by value: bf16 bytes read as f32 would be zero (flashinfer#3398)
+        t = t.to(self.codes.device)
         if t.numel() == 1 and self.codes.ndim < 3:
             t = t.reshape(())
         experts = self.codes.shape[0] if self.codes.ndim >= 3 else None

@@ -132,7 +132,7 @@ def test_saved_and_loaded(tmp_path: Path, device: str) -> None:
     with safe_open(str(path), "pt") as f:
         about = json.loads(f.metadata()["fp4"])
     assert about["layouts"]["codes"]["layout"] == ("plain" if device == "cpu" else "frag_w")  # names, not numbers of a version
-    q = prepared_module.load(path)
+    q = prepared_module.load(path, "cpu")
     same(q.restore(), w)
     x = torch.randn(3, 96)
     if device == "cpu":
@@ -140,6 +140,18 @@ def test_saved_and_loaded(tmp_path: Path, device: str) -> None:
     else:
         with pytest.raises(fp4.LayoutMismatch, match=r"prepared for SM90 and are on CPU; prepare again"):
             fp4.matmul(x.bfloat16(), q)
+
+
+@pytest.mark.sm90
+def test_loaded_where_it_was_prepared_for(tmp_path: Path) -> None:
+    """Bytes made for Hopper without one load onto the Hopper that is here, and run."""
+    w = random_weight(5, "nvfp4", 50, 96)
+    fp4.prepare(w, "triton", device=DEVICES["sm90"]).save(tmp_path / "w.safetensors")
+    q = prepared_module.load(tmp_path / "w.safetensors")
+    assert (q.device.type, q.meta["path"]) == ("cuda", "dense")
+    same(q.restore(), w.to("cuda"))
+    x = torch.randn(3, 96).bfloat16()
+    torch.testing.assert_close(fp4.matmul(x.cuda(), q, out_dtype=torch.float32).cpu(), x.float() @ fp4.dequantize(w).T)
 
 
 def test_saved_experts(tmp_path: Path) -> None:

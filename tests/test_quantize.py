@@ -432,10 +432,29 @@ def test_scales_written_straight_into_a_layout(layout: str, shape: tuple[int, ..
     q = fp4.quantize(x, fmt, scale_layout=layout)
     assert_same_bytes(q.scale.data, want)
     assert_same_bytes(q.restore().scale, plain.scale)
-    g, gs = ref.resolve_global_scale(x, fmt, Recipe(), None, None, False)
+    g, gs = (t.to(DEVICE) for t in ref.resolve_global_scale(x, fmt, Recipe(), None, None, False))
     codes, scale = golden.quantize_blocks(x.to(DEVICE), fmt, Recipe(), g, gs, scale_layout=order)
     assert_same_bytes(codes, plain.codes)
     assert_same_bytes(scale, want)
+
+
+def test_kernels_refuse_operands_of_another_device() -> None:
+    """A host pointer in a launch is an opaque error of Triton (the first run on a GPU had one); the wrappers say which operand it is."""
+    x, there = randn(4, 64).to(DEVICE), torch.ones((), device="meta")
+    for name, args in (("global_scale", (there, None)), ("encode_scale", (None, there))):
+        with pytest.raises(FormatMismatch, match=f"quantize: {name} is on meta, the data on {DEVICE}"):
+            golden.quantize_blocks(x, fp4.NVFP4, Recipe(), *args)
+    codes, scale = golden.quantize_blocks(x, fp4.NVFP4, Recipe())
+    for name, args in (("scale", (scale.to("meta"), None)), ("global_scale", (scale, there))):
+        with pytest.raises(FormatMismatch, match=f"dequantize: {name} is on meta"):
+            golden.dequantize_blocks(codes, *args, fp4.NVFP4)
+
+
+def test_second_level_scales_follow_the_codes() -> None:
+    """A scale read on the host beside codes on a device must not reach a kernel as a host pointer."""
+    codes, scale = torch.zeros(2, 8, dtype=torch.uint8, device="meta"), torch.zeros(2, 1, dtype=torch.uint8, device="meta")
+    q = fp4.QuantizedTensor("nvfp4", codes, scale, torch.tensor(0.5), input_scale=torch.tensor(0.5))
+    assert q.global_scale.device == q.input_scale.device == codes.device
 
 
 def test_a_stored_tensor_is_not_stored_twice() -> None:

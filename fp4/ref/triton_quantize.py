@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp4.errors import FormatMismatch
 from fp4.formats import Format
 from fp4.layout import Layout
 from fp4.recipe import Recipe
@@ -384,6 +385,13 @@ def interpreted() -> bool:
     return not hasattr(_quantize_kernel, "warmup") or type(_quantize_kernel).__name__ == "InterpretedFunction"
 
 
+def _same_device(where: str, to: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Refuse operands that the kernel could not read. A CPU pointer in a launch is an opaque error of Triton, or a fault."""
+    for name, t in others.items():
+        if t is not None and t.device != to.device:
+            raise FormatMismatch(f"{where}: {name} is on {t.device}, the data on {to.device}; move it there")
+
+
 def strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """x [..., k] as [matrices, rows, k] with (s_mat, s_row, s_k); copied only when its leading dimensions do not collapse to two."""
     if x.ndim <= 2:
@@ -423,6 +431,7 @@ def quantize_blocks(
     With ``recipe.nan`` or ``inf`` = "error" the check reads x on the host side once (a synchronisation). Layouts with a word table or
     nibble units raise LayoutError: their scales go through ``Layout.apply``.
     """
+    _same_device("quantize", x, global_scale=global_scale, encode_scale=encode_scale, up=up)
     rows, s_mat, s_row, s_k = strides(x)
     mats, rows_mat, k = rows.shape
     blocks_row = k // fmt.block
@@ -520,6 +529,7 @@ def dequantize_blocks(
     num_warps: int = 4,
 ) -> torch.Tensor:
     """As ``quantize.dequantize_blocks``, by Triton: ``elem[code] * (scale * global_scale)``, rounded once to ``dtype``."""
+    _same_device("dequantize", codes, scale=scale, global_scale=global_scale)
     codes, scale = codes.contiguous(), scale.contiguous()
     out = torch.empty(*codes.shape[:-1], codes.shape[-1] * fmt.codes_per_byte, dtype=dtype, device=codes.device)
     if not out.numel():
