@@ -24,6 +24,7 @@ from fp4.tensor import QuantizedTensor
 __all__ = ["explain", "matmul", "moe", "prepare", "prepare_moe", "warmup"]
 
 _INTS = (torch.int32, torch.int64)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
@@ -38,6 +39,7 @@ def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_d
         raise _not_prepared("matmul", w, "fp4.prepare(w)")
     if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
         return _matmul(x, w, bias, out_dtype)
+    _need_tensors("matmul", x=x, bias=bias)
     return torch.ops.fp4.matmul(x, bias, w.handle, w.n, out_dtype)  # type: ignore[no-any-return]
 
 
@@ -54,7 +56,14 @@ def moe(
         raise _not_prepared("moe", ex, "fp4.prepare_moe(w13, w2, ...)")
     if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
         return _moe(x, ex, topk_ids, topk_weights, out_dtype)
+    _need_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     return torch.ops.fp4.moe(x, topk_ids, topk_weights, ex.handle, out_dtype)  # type: ignore[no-any-return]
+
+
+def _need_tensors(where: str, **given: Any) -> None:
+    for name, t in given.items():
+        if not isinstance(t, torch.Tensor) and not (t is None and name == "bias"):
+            raise FormatMismatch(f"{where}: {name} is {type(t).__name__}; need a torch.Tensor")
 
 
 def _not_prepared(where: str, w: Any, how: str) -> Fp4Error:
@@ -69,14 +78,22 @@ def _matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None, out_dtype: 
     n, k = w.shape
     if x.device != w.device or x.dtype not in w.act_dtypes or x.ndim == 0 or x.shape[-1] != k:
         raise _bad_x("matmul", x, w, k)
-    if bias is not None and (bias.shape != (n,) or bias.device != x.device or not bias.dtype.is_floating_point):
-        raise FormatMismatch(f"matmul: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; need floating point [{n}] on {x.device}")
+    if bias is not None:
+        _need_tensors("matmul", bias=bias)
+        if bias.shape != (n,) or bias.device != x.device or bias.dtype not in _FLOATS:
+            got = f"bias is {bias.dtype} {list(bias.shape)} on {bias.device}"
+            raise FormatMismatch(f"matmul: {got}; need float32, bfloat16 or float16 [{n}] on {x.device}")
+        bias = bias.contiguous()  # kernels read n elements from its address
+    if out_dtype is not None and out_dtype not in _FLOATS:
+        raise _bad_out("matmul", out_dtype)
     call = w._call or w.bind()  # type: ignore[attr-defined]
     if x.ndim == 2 and x.is_contiguous():
         if x.shape[0]:
             return call(x, bias, out_dtype or x.dtype)  # type: ignore[no-any-return]
         return x.new_empty((0, n), dtype=out_dtype)
-    flat = x.reshape(-1, k).contiguous()
+    if x.layout is not torch.strided:
+        raise FormatMismatch(f"matmul: x is a {str(x.layout).removeprefix('torch.')} tensor; need a dense one, x.to_dense()")
+    flat = x.reshape(x.shape[:-1].numel(), k).contiguous()
     y = call(flat, bias, out_dtype or x.dtype) if flat.shape[0] else flat.new_empty((0, n), dtype=out_dtype or x.dtype)
     return y.view(*x.shape[:-1], n)  # type: ignore[no-any-return]
 
@@ -87,6 +104,9 @@ def _moe(
     hidden, experts = ex.shape[1], ex.experts
     if x.device != ex.device or x.dtype not in ex.act_dtypes or x.ndim != 2 or x.shape[1] != hidden:
         raise _bad_x("moe", x, ex, hidden)
+    _need_tensors("moe", topk_ids=ids, topk_weights=weights)
+    if out_dtype is not None and out_dtype not in _FLOATS:
+        raise _bad_out("moe", out_dtype)
     if (
         ids.ndim != 2
         or ids.shape != weights.shape
@@ -115,6 +135,10 @@ def _moe(
     return call(x.contiguous(), ids.contiguous(), weights.contiguous(), out_dtype or x.dtype)  # type: ignore[no-any-return]
 
 
+def _bad_out(where: str, out_dtype: Any) -> Fp4Error:
+    return FormatMismatch(f"{where}: out_dtype is {out_dtype}; need torch.float32, torch.bfloat16 or torch.float16")
+
+
 def _bad_x(where: str, x: torch.Tensor, w: Prepared | PreparedMoE, k: int) -> Fp4Error:
     if x.device != w.device:
         return LayoutMismatch(
@@ -138,11 +162,17 @@ _lib.define("moe(Tensor x, Tensor topk_ids, Tensor topk_weights, SymInt handle, 
 
 
 def _matmul_op(x: torch.Tensor, bias: torch.Tensor | None, handle: int, n: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _matmul(x, by_handle(handle), bias, out_dtype)
+    w = by_handle(handle)
+    if type(w) is not Prepared or w.n != n:  # a graph that another process saved: handles mean something in one process only
+        raise LayoutMismatch(f"fp4::matmul: handle {handle} is {w!r}, the graph was made for a weight of {n} rows; trace it again here")
+    return _matmul(x, w, bias, out_dtype)
 
 
 def _moe_op(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _moe(x, by_handle(handle), ids, weights, out_dtype, in_op=True)
+    ex = by_handle(handle)
+    if type(ex) is not PreparedMoE:
+        raise LayoutMismatch(f"fp4::moe: handle {handle} is {ex!r}, the graph was made for experts; trace it again here")
+    return _moe(x, ex, ids, weights, out_dtype, in_op=True)
 
 
 def _matmul_fake(x: torch.Tensor, bias: torch.Tensor | None, handle: int, n: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -184,10 +214,11 @@ def warmup(w: Prepared | PreparedMoE, m_max: int = 256, topk: int | None = None)
     """Compile and allocate what calls with up to ``m_max`` rows need, so that the first real call, or a graph capture, finds it done."""
     if not isinstance(w, (Prepared, PreparedMoE)):
         raise _not_prepared("warmup", w, "fp4.prepare(w)")
+    m_max = max(m_max, 1)
     own = getattr(registry.get(w.backend), "warmup", None)
     if own is not None and own(w, m_max) is not False:
         return
-    sizes = sorted({1, *(1 << i for i in range(1, max(m_max, 1).bit_length())), m_max})
+    sizes = sorted({1, *(1 << i for i in range(1, m_max.bit_length())), m_max})
     for m in sizes:
         x = torch.zeros((m, w.shape[1]), dtype=w.act_dtypes[0], device=w.device)
         if isinstance(w, Prepared):

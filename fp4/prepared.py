@@ -85,13 +85,13 @@ def pack(problem: Problem, weights: Weights, layouts: Mapping[str, Stored]) -> d
             out[prefix + part] = storage.apply(getattr(q, part), layouts[prefix + part], order, weights.device)
         for part in ("global_scale", "input_scale"):
             if getattr(q, part) is not None:
-                out[prefix + part] = getattr(q, part).to(weights.device)
+                out[prefix + part] = getattr(q, part).to(weights.device).contiguous()
     if weights.gate_up_scale is not None:
         out["w13.global_scale"] = weights.gate_up_scale.to(weights.device)
     for name in ("bias13", "bias2"):
         b = getattr(weights, name)
         if b is not None:
-            out[name] = b.to(weights.device)
+            out[name] = b.to(weights.device).contiguous()
     return out
 
 

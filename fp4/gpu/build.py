@@ -12,13 +12,11 @@ from fp4.errors import BackendUnavailable, FormatMismatch, LayoutMismatch
 from fp4.formats import E4M3
 from fp4.gpu import registry
 from fp4.gpu.device import Device
-from fp4.gpu.problem import Problem
+from fp4.gpu.problem import DTYPES, Problem
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights, _Logical, pack
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["adopt", "prepare", "prepare_moe"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def prepare(
@@ -100,6 +98,10 @@ def prepare_moe(
     gate_up = _gate_up_order(a, gate_up, gated, activation)
     if a.format != b.format or a.codes.shape[0] != b.codes.shape[0]:
         raise FormatMismatch(f"{where_}: w13 is {a}, w2 is {b}; need the same format and number of experts")
+    for name, given in (("bias13", bias13), ("bias2", bias2)):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise FormatMismatch(f"{where_}: {name} is {type(given).__name__}; need one tensor, the rows in the order of w13's")
+    tp = _rank_of("tp", tp)
     a, b, bias13, bias2, gate_up_scale, experts, local = _local(a, b, bias13, bias2, gate_up_scale, local_experts, num_experts)
     if tp[1] > 1:  # rows of w13 and columns of w2 are cut at the same places: between blocks of w2
         cut: dict[str, Any] = {"uneven": True, "gate_up": gate_up, "unit": b.format.block}
@@ -156,6 +158,7 @@ def _place(source: torch.device, device: Device | torch.device | str | None) -> 
     if isinstance(device, Device) or (isinstance(device, str) and device.lower().startswith("sm")):
         facts = Device.of(device)
         return (source, facts) if facts.torch.type == "meta" else (facts.torch, facts)
+    Device.of(source if device is None else device)  # a typed error for a device that is none
     target = source if device is None else torch.device(device)
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -169,8 +172,8 @@ def _stack_gate_up(pair: Any, gate_up: str | None) -> tuple[QuantizedTensor, tor
     if gate_up not in (None, "gate_up"):
         raise FormatMismatch(f"prepare_moe: gate_up is {gate_up!r} but w13 is the pair (gate, up); leave gate_up out")
     gate, up = pair
-    if gate.format != up.format or gate.codes.shape != up.codes.shape:
-        raise FormatMismatch(f"prepare_moe: gate is {gate}, up is {up}; need the same format and shape")
+    if gate.format != up.format or gate.codes.shape != up.codes.shape or gate.device != up.device:
+        raise FormatMismatch(f"prepare_moe: gate is {gate}, up is {up}; need the same format, shape and device")
     e = gate.codes.shape[0]
     codes, scale = torch.cat([gate.codes, up.codes], 1), torch.cat([gate.scale, up.scale], 1)
     ins = [q.input_scale for q in pair]
@@ -200,6 +203,22 @@ def _gate_up_order(w13: QuantizedTensor, gate_up: str | None, gated: bool, activ
     return gate_up
 
 
+def _rank_of(what: str, share: Any) -> tuple[int, int]:
+    """(rank, size), checked before anything is cut."""
+    if not (isinstance(share, (tuple, list)) and len(share) == 2 and all(isinstance(n, int) for n in share) and 0 <= share[0] < share[1]):
+        raise FormatMismatch(f"prepare_moe: {what} is {share!r}; need (rank, size) with 0 <= rank < size")
+    return share[0], share[1]
+
+
+def _range_of(local: Any) -> tuple[int, int]:
+    """(start, stop) of ``local_experts``. A range unpacks into its elements, so it is taken by its ends."""
+    if isinstance(local, range) and local.step == 1:
+        return local.start, max(local.start, local.stop)
+    if not (isinstance(local, (tuple, list)) and len(local) == 2 and all(isinstance(n, int) for n in local)):
+        raise FormatMismatch(f"prepare_moe: local_experts is {local!r}; need (start, stop) or range(start, stop)")
+    return local[0], local[1]
+
+
 def _local(
     w13: QuantizedTensor,
     w2: QuantizedTensor,
@@ -212,7 +231,7 @@ def _local(
     """The local experts of everything that has an expert dimension, with the number of experts that ids speak of."""
     given = w13.codes.shape[0]
     total = given if num_experts is None else num_experts
-    start, stop = (0, total) if local is None else local
+    start, stop = (0, total) if local is None else _range_of(local)
     if not 0 <= start <= stop <= total:
         raise FormatMismatch(f"prepare_moe: local_experts ({start}, {stop}) is outside [0, {total}]")
     if num_experts is not None and given == stop - start and given != num_experts:
@@ -229,7 +248,10 @@ def _local(
 
 
 def _check_scales(where: str, *tensors: QuantizedTensor) -> None:
-    """Under FP4_STRICT (a device synchronisation): no NaN or negative block scales, finite global scales."""
+    """Bytes must exist. Under FP4_STRICT (a device synchronisation): no NaN or negative block scales, finite global scales."""
+    for q in tensors:
+        if q.device.type == "meta":
+            raise FormatMismatch(f"{where}: {q} holds no bytes; load the weight first, then prepare it")
     if not env.strict():
         return
     for q in tensors:
@@ -270,7 +292,7 @@ def _act_dtypes(module: Any, problem: Problem) -> tuple[torch.dtype, ...]:
     """dtypes of x that the same stored bytes serve."""
     layouts = module.layouts(problem)
     out = []
-    for dtype in dict.fromkeys((problem.act_dtype, *_DTYPES)):
+    for dtype in dict.fromkeys((problem.act_dtype, *DTYPES)):
         other = replace(problem, act_dtype=dtype)
         if dtype == problem.act_dtype or (module.supports(other) and module.layouts(other) == layouts):
             out.append(dtype)

@@ -104,7 +104,10 @@ class Device:
             device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         if isinstance(device, str) and device.lower().startswith("sm"):
             return Device.fake(_parse_sm(device))
-        d = torch.device(device)
+        try:
+            d = torch.device(device)
+        except (RuntimeError, TypeError) as e:
+            raise Fp4Error(f"device: {device!r} is no torch device ({str(e).splitlines()[0]}); need 'cpu', 'cuda', 'cuda:1' ...") from e
         if d.type != "cuda":
             return _CPU if d.type == "cpu" else Device(kind=d.type, name=d.type)
         if not torch.cuda.is_available():

@@ -21,6 +21,13 @@ ACTS = ("any", "keep", "nvfp4", "mxfp4", "mxfp8", "fp8")
 #: second-level scales: absent | one a tensor | one an expert | gate and up differ by powers of two that fold | they differ
 SCALES = ("none", "tensor", "expert", "gate_up_foldable", "gate_up")
 
+#: dtypes of x and of the result
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _two_ints(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(n, int) for n in pair)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -67,6 +74,12 @@ class Problem:
         for what, value, known in (("op", self.op, OPS), ("act", self.act, ACTS), ("global_scales", self.global_scales, SCALES)):
             if value not in known:
                 raise FormatMismatch(f"problem: {what} is {value!r}; need one of {', '.join(known)}")
+        for what, dtype in (("act_dtype", self.act_dtype), ("out_dtype", self.out_dtype)):
+            if dtype not in DTYPES and not (what == "out_dtype" and dtype is None):
+                raise FormatMismatch(f"problem: {what} is {dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
+        for what, share in (("tp", self.tp), ("ep", self.ep)):
+            if not (_two_ints(share) and 0 <= share[0] < share[1]):
+                raise FormatMismatch(f"problem: {what} is {share!r}; need (rank, size) with 0 <= rank < size")
         if self.gate_up is not None and self.gate_up not in GATE_UP_ORDERS:
             raise FormatMismatch(f"problem: gate_up is {self.gate_up!r}; need one of {', '.join(GATE_UP_ORDERS)} or None")
 

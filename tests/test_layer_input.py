@@ -1,0 +1,157 @@
+"""What reaches a backend's callable, and arguments of the layer verbs that are no tensor, no dtype, no range or no rank."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import random_weight
+
+import fp4
+from fp4.gpu import registry
+from fp4.gpu.backends import reference
+from fp4.gpu.registry import Ok
+from fp4.prepared import Prepared, PreparedMoE
+
+X = torch.linspace(-2, 2, 128).view(2, 64).bfloat16()
+IDS, ONES = torch.tensor([[0, 3], [2, 1]]), torch.ones(2, 2)
+
+
+@pytest.fixture
+def linear() -> Prepared:
+    return fp4.prepare(random_weight(1, "nvfp4", 48, 64))
+
+
+def layer(**more: Any) -> PreparedMoE:
+    w13, w2 = random_weight(1, "mxfp4", 4, 64, 64), random_weight(2, "mxfp4", 4, 64, 32)
+    return fp4.prepare_moe(w13, w2, **{"gate_up": "gate_up", **more})
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """A backend that keeps what it is called with, as a kernel would get it: addresses and sizes."""
+    calls: list[tuple[Any, ...]] = []
+
+    def run(prepared: Any) -> Callable[..., torch.Tensor]:
+        real = reference.run(prepared)
+
+        def call(*args: Any) -> torch.Tensor:
+            calls.append(args)
+            return real(*args)
+
+        return call
+
+    module = types.SimpleNamespace(
+        name="recorder", probe=lambda: Ok(), supports=lambda problem: Ok(1), layouts=reference.layouts, run=run
+    )  # fmt: skip
+    monkeypatch.setattr(registry, "_discover", lambda: iter({"recorder": module}.items()))
+    registry.reset()
+    yield calls
+    monkeypatch.undo()
+    registry.reset()
+
+
+@pytest.mark.parametrize("bias", [torch.arange(96.0)[::2], torch.tensor([3.0]).expand(48), torch.arange(96.0).view(48, 2)[:, 1]])
+def test_a_strided_bias_is_dense_for_the_kernel(recorder: list[Any], bias: torch.Tensor) -> None:
+    """Kernels read n elements from the bias's address: a view with gaps would be misread, an expanded one read out of bounds."""
+    w = fp4.prepare(random_weight(1, "nvfp4", 48, 64))
+    y = fp4.matmul(X, w, bias)
+    (_, got, _) = recorder[-1]
+    assert got.is_contiguous()
+    assert torch.equal(got, bias)
+    assert torch.equal(y, fp4.matmul(X, w, bias.clone()))
+
+
+def test_everything_that_a_kernel_reads_is_dense(recorder: list[Any]) -> None:
+    ex = layer(bias13=torch.ones(1, 64).expand(4, 64), bias2=torch.ones(64, 4).T, activation=fp4.SwiGLU())
+    assert all(t.is_contiguous() for t in ex.arrays.values())
+    fp4.moe(X.T.contiguous().T, ex, IDS.T.contiguous().T, torch.ones(1, 1).expand(2, 2).double())
+    x, ids, weights, _ = recorder[-1]
+    assert x.is_contiguous()
+    assert ids.is_contiguous()
+    assert weights.is_contiguous()
+    assert weights.dtype == torch.float32
+    w = fp4.prepare_moe(
+        fp4.QuantizedTensor(
+            "nvfp4", *(t.new_zeros(4, 64, 64 // n) for t, n in ((IDS.byte(), 2), (IDS.byte(), 16))), torch.ones(1).expand(4)
+        ),
+        random_weight(2, "nvfp4", 4, 64, 32),
+        gate_up="gate_up",
+    )
+    assert w.arrays["w13.global_scale"].is_contiguous()
+
+
+CALLS: dict[str, tuple[Callable[[Prepared, PreparedMoE], Any], str]] = {
+    "no x": (lambda w, e: fp4.matmul(None, w), "matmul: x is NoneType; need a torch.Tensor"),  # type: ignore[arg-type]
+    "x list": (lambda w, e: fp4.matmul([[1.0] * 64], w), "matmul: x is list"),  # type: ignore[arg-type]
+    "bias list": (lambda w, e: fp4.matmul(X, w, [0.0] * 48), "matmul: bias is list"),  # type: ignore[arg-type]
+    "bias float64": (lambda w, e: fp4.matmul(X, w, torch.zeros(48, dtype=torch.float64)), "bias is torch.float64"),
+    "bias fp8": (lambda w, e: fp4.matmul(X, w, torch.zeros(48).to(torch.float8_e4m3fn)), "need float32, bfloat16 or float16"),
+    "sparse x": (lambda w, e: fp4.matmul(X.to_sparse(), w), r"x is a sparse_coo tensor; need a dense one"),
+    "out_dtype": (lambda w, e: fp4.matmul(X, w, out_dtype=torch.int8), "out_dtype is torch.int8; need torch.float32"),
+    "out_dtype name": (lambda w, e: fp4.matmul(X, w, out_dtype="float32"), "out_dtype is float32; need torch.float32"),  # type: ignore[arg-type]
+    "moe no x": (lambda w, e: fp4.moe(None, e, IDS, ONES), "moe: x is NoneType"),  # type: ignore[arg-type]
+    "moe no ids": (lambda w, e: fp4.moe(X, e, None, ONES), "moe: topk_ids is NoneType"),  # type: ignore[arg-type]
+    "moe ids list": (lambda w, e: fp4.moe(X, e, [[0, 1], [1, 2]], ONES), "moe: topk_ids is list"),  # type: ignore[arg-type]
+    "moe weights": (lambda w, e: fp4.moe(X, e, IDS, [[1.0, 1.0]] * 2), "moe: topk_weights is list"),  # type: ignore[arg-type]
+    "moe int16": (lambda w, e: fp4.moe(X, e, IDS.short(), ONES), "topk_ids torch.int16"),
+    "moe out_dtype": (lambda w, e: fp4.moe(X, e, IDS, ONES, out_dtype=torch.int32), "moe: out_dtype is torch.int32"),
+    "handle of another weight": (lambda w, e: torch.ops.fp4.matmul(X, None, w.handle, 47, None), "made for a weight of 47 rows"),
+    "handle of experts": (lambda w, e: torch.ops.fp4.matmul(X, None, e.handle, 48, None), "trace it again here"),
+    "handle of a matrix": (lambda w, e: torch.ops.fp4.moe(X, IDS, ONES, w.handle, None), "the graph was made for experts"),
+}
+
+
+@pytest.mark.parametrize("case", list(CALLS))
+def test_calls(linear: Prepared, case: str) -> None:
+    call, words = CALLS[case]
+    with pytest.raises(fp4.Fp4Error, match=words):
+        call(linear, layer())
+
+
+PREPARE: dict[str, tuple[dict[str, Any], str]] = {
+    "rank of one": ({"tp": (1, 1)}, r"tp is \(1, 1\); need \(rank, size\) with 0 <= rank < size"),
+    "size zero": ({"tp": (0, 0)}, r"tp is \(0, 0\)"),
+    "rank too large": ({"tp": (2, 2)}, r"tp is \(2, 2\)"),
+    "negative rank": ({"tp": (-1, 2)}, r"tp is \(-1, 2\)"),
+    "tp int": ({"tp": 2}, "tp is 2"),
+    "local of one": ({"local_experts": (2,)}, r"local_experts is \(2,\); need \(start, stop\) or range"),
+    "local steps": ({"local_experts": range(0, 4, 2)}, r"local_experts is range\(0, 4, 2\)"),
+    "local negative": ({"local_experts": (-2, 2)}, "outside"),
+    "bias pair": ({"bias13": (torch.zeros(4, 32), torch.zeros(4, 32))}, "bias13 is tuple; need one tensor"),
+    "bias list": ({"bias2": [0.0]}, "bias2 is list"),
+    "device": ({"device": "gpu0"}, "device: 'gpu0' is no torch device"),
+    "act_dtype": ({"act_dtype": torch.int8}, "act_dtype is torch.int8"),
+    "act_dtype name": ({"act_dtype": "bf16"}, "act_dtype is 'bf16'"),
+    "out_dtype": ({"out_dtype": torch.float64}, "out_dtype is torch.float64"),
+}
+
+
+@pytest.mark.parametrize("case", list(PREPARE))
+def test_prepare(case: str) -> None:
+    more, words = PREPARE[case]
+    with pytest.raises(fp4.Fp4Error, match=words):
+        layer(**more)
+
+
+def test_weights_without_bytes() -> None:
+    w = random_weight(1, "mxfp4", 64, 64)
+    with pytest.raises(fp4.FormatMismatch, match="holds no bytes; load the weight first"):
+        fp4.prepare(w.to("meta"))
+    pair = (random_weight(1, "mxfp4", 4, 32, 64), random_weight(1, "mxfp4", 4, 32, 64).to("meta"))
+    with pytest.raises(fp4.FormatMismatch, match="same format, shape and device"):
+        fp4.prepare_moe(pair, random_weight(2, "mxfp4", 4, 64, 32))
+
+
+@pytest.mark.parametrize("local", [(1, 3), [1, 3], range(1, 3)])
+def test_local_experts_as_a_range(local: Any) -> None:
+    """range(1, 3) unpacks into 1, 2: taken for (start, stop) it loses an expert without a word."""
+    ex = layer(local_experts=local)
+    assert ex.problem.local == (1, 3)
+    assert ex.shape[0] == 2
+    full = layer()
+    mine = torch.where((IDS == 1) | (IDS == 2), 1.0, 0.0)
+    torch.testing.assert_close(fp4.moe(X, ex, IDS, ONES), fp4.moe(X, full, IDS, mine))
