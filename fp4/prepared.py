@@ -13,7 +13,6 @@ plus whatever a backend adds for itself (dotted under its own name). ``w13.globa
 from __future__ import annotations
 
 import itertools
-import json
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from fp4 import formats
-from fp4.errors import CheckpointError, Fp4Error, LayoutMismatch
+from fp4.errors import Fp4Error, LayoutMismatch
 from fp4.formats import Format
 from fp4.gpu import storage
 from fp4.gpu.device import Device
@@ -34,7 +33,6 @@ from fp4.tensor import QuantizedTensor
 
 __all__ = ["Packed", "Prepared", "PreparedMoE", "Weights", "load"]
 
-_VERSION = 1
 _handles = itertools.count(1)
 #: handle -> object, for the torch.library ops, which can carry an int but no object
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -234,19 +232,9 @@ class _Base:
 
     def save(self, path: str | Path) -> None:
         """Write a .safetensors file: the arrays as stored, and in its metadata everything that ``load`` needs, layout names included."""
-        from safetensors.torch import save_file
+        from fp4.gpu import saved
 
-        about = {
-            "fp4_prepared": _VERSION,
-            "class": type(self).__name__,
-            "backend": self.backend,
-            "problem": self.problem.to_json(),
-            "layouts": {n: s.to_json() for n, s in self.layouts.items()},
-            "logical": {n: s.to_json() for n, s in self.logical.items()},
-            "versions": dict(self.versions),
-            "meta": dict(self.meta),
-        }
-        save_file({n: t.contiguous() for n, t in self.arrays.items()}, str(path), metadata={"fp4": json.dumps(about)})
+        saved.write(self, path)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -339,44 +327,8 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Prepared
 
     Bytes whose layouts the installed backend still wants are used as they are; otherwise they are restored by their layout names and
     prepared again for that backend. On another kind of device the object can only be restored: running it raises LayoutMismatch.
-    Raises CheckpointError when the file is not one of ours.
+    Raises CheckpointError when the file is not one of ours, was changed after it was written, or contradicts itself.
     """
-    from safetensors import safe_open
+    from fp4.gpu import saved
 
-    try:
-        with safe_open(str(path), framework="pt") as f:
-            about = json.loads((f.metadata() or {}).get("fp4", "null"))
-            arrays = {n: f.get_tensor(n) for n in f.keys()}  # noqa: SIM118
-    except Fp4Error:
-        raise
-    except Exception as e:
-        raise CheckpointError(f"load: {path} is no readable .safetensors file ({type(e).__name__}: {e})") from e
-    if not about or about.get("fp4_prepared") != _VERSION:
-        raise CheckpointError(f"load: {path} holds no prepared weight of version {_VERSION}; use fp4.open_checkpoint for checkpoints")
-    problem = Problem.from_json(about["problem"])
-    cls: Any = {"Prepared": Prepared, "PreparedMoE": PreparedMoE}[about["class"]]
-    target = torch.device(device) if device is not None else _default_device(problem.device)
-    here = Device.of(target)
-    # index -1: a device of another kind than this one, elsewhere; None would say "injected", which tests and explain use
-    problem = replace(problem, device=here if here.same_target(problem.device) else replace(problem.device, index=-1))
-    layouts = {n: Stored.from_json(s) for n, s in about["layouts"].items()}
-    logical = {n: _Logical.from_json(s) for n, s in about["logical"].items()}
-    p: Prepared | PreparedMoE = cls(
-        backend=about["backend"],
-        problem=problem,
-        arrays={n: t.to(target) for n, t in arrays.items()},
-        layouts=layouts,
-        logical=logical,
-        versions=about["versions"],
-        meta=about["meta"],
-        reasons="",
-    )
-    from fp4.gpu import build
-
-    return build.adopt(p)
-
-
-def _default_device(d: Device) -> torch.device:
-    if d.kind == "cuda" and torch.cuda.is_available() and Device.of("cuda").same_target(d):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return saved.read(path, device)  # type: ignore[no-any-return]

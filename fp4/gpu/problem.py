@@ -116,5 +116,6 @@ class Problem:
             import fp4.ref.activation as activations
 
             fields = dict(d["activation"])
-            d["activation"] = getattr(activations, fields.pop("class"))(**fields)
+            known = {cls.__name__: cls for cls in (activations.SwiGLU, activations.SiLU, activations.SiTU, activations.ReLU2)}
+            d["activation"] = known[fields.pop("class")](**fields)
         return Problem(**d)

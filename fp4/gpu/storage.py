@@ -7,6 +7,7 @@ and ``invert`` are derived from the layout catalogue, one expert at a time, so t
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from fp4.errors import LayoutError
 from fp4.tensor import GATE_UP_ORDERS
 
-__all__ = ["PLAIN", "Stored", "apply", "invert", "reorder_bias", "reorder_gate_up", "shards"]
+__all__ = ["PLAIN", "Stored", "apply", "invert", "nbytes", "reorder_bias", "reorder_gate_up", "shards"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,12 @@ def invert(t: torch.Tensor, s: Stored, shape: tuple[int, ...], order: str | None
     if s.order is not None:
         t = reorder_gate_up(t, s.order, order or s.order)
     return t.contiguous()
+
+
+def nbytes(s: Stored, shape: tuple[int, ...]) -> int:
+    """Stored bytes of a logical ``[(experts,) rows, cols]``."""
+    one = s.shape or (shape[-2], shape[-1])
+    return math.prod(shape[:-2]) * (math.prod(one) if s.layout == "plain" else int(_chain(s.layout).nbytes(one)))
 
 
 def shards(s: Stored, shape: tuple[int, ...], dim: int, size: int) -> Any:
