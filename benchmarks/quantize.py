@@ -1,6 +1,6 @@
 """Speed of quantise and dequantise, each as a ratio to a plain copy measured in the same run.
 
-    OMP_NUM_THREADS=2 python benchmarks/quantize.py cpu [--elements 268435456]
+    OMP_NUM_THREADS=2 python benchmarks/quantize.py cpu [--elements 268435456] [--formats nvfp4]
     python benchmarks/quantize.py gpu [--size 8192] [--sweep] [--json FILE]
 
 CPU: time over the time of copying the bf16 side (256 Mi elements): at most 16 for dequantise, 60 for quantise.
@@ -41,14 +41,14 @@ def best(run: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
-def cpu(elements: int, repeats: int) -> list[Row]:
+def cpu(elements: int, repeats: int, names: list[str]) -> list[Row]:
     """Ratios to the copy of the bf16 tensor; copy and work alternate, the minimum of each counts."""
     x = torch.empty(elements // 4096, 4096, dtype=torch.bfloat16)
     for part in torch.split(x, 4096):
         part.copy_(torch.randn(part.shape))
     y = torch.empty_like(x)
     rows: list[Row] = []
-    for name in ("nvfp4", "mxfp4", "mxfp8"):
+    for name in names:
         fmt = formats.get(name)
         g = torch.tensor(0.002) if fmt.tensor_scale else None
         q = fp4.quantize(x, fmt, global_scale=g)
@@ -159,13 +159,17 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("part", choices=["cpu", "gpu"])
     p.add_argument("--elements", type=int, default=1 << 28)
+    p.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4", "mxfp8"], help="CPU part")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--size", type=int, default=8192)
     p.add_argument("--sweep", action="store_true", help="try tile and warp counts")
     p.add_argument("--no-check", action="store_true", help="time only; comparing every preset compiles some 200 kernels, a minute or two")
     p.add_argument("--json", type=Path)
     a = p.parse_args()
-    rows = cpu(a.elements, a.repeats) if a.part == "cpu" else [*([] if a.no_check else [check()]), *gpu(a.size, a.sweep)]
+    if a.part == "cpu":
+        rows = cpu(a.elements, a.repeats, a.formats)
+    else:
+        rows = [*([] if a.no_check else [check()]), *gpu(a.size, a.sweep)]
     better = (lambda r: r["ratio"] <= r["limit"]) if a.part == "cpu" else (lambda r: r["ratio"] >= r["limit"])
     device = platform.processor() or platform.machine() if a.part == "cpu" else torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, {torch.get_num_threads()} threads, python {platform.python_version()}")

@@ -39,16 +39,15 @@ def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _rows(part)
 
 
-def _pieces(x: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
-    """x [..., k] in storage-independent row-major order, as contiguous-in-meaning pieces [n, block] of at most a chunk."""
-    limit = _chunk(x.device)
+def _pieces(x: torch.Tensor, block: int, elements: int = 0) -> Iterator[torch.Tensor]:
+    """x [..., k], any strides, in row-major order as pieces [n, block]; n * ``elements`` (default: block) is at most a chunk."""
+    limit = max(1, _chunk(x.device) // (elements or block))
     for rows in _rows(x):
-        k = rows.shape[-1]
         if rows.is_contiguous():
-            yield from torch.split(rows.view(-1, block), max(1, limit // block))
+            yield from torch.split(rows.view(-1, block), limit)
         else:
-            for part in torch.split(rows, max(1, limit // k)):
-                yield from torch.split(part.reshape(-1, block), max(1, limit // block))
+            for part in torch.split(rows, max(1, limit * block // rows.shape[-1])):
+                yield from torch.split(part.reshape(-1, block), limit)
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
@@ -71,21 +70,53 @@ def block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return x.abs().amax(-1)
 
 
-def _quantize_piece(x: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]."""
-    dtype, x = x.dtype, x.to(torch.float32).contiguous()
-    if recipe.flush:
-        x = torch.where(x.abs() < 2.0**-126, x * 0.0, x)  # the sign of zero stays
-    amax = block_amax(x, recipe)
-    byte = scale_bytes(amax, fmt, recipe, g, gs, dtype)
-    code = _codes(x, byte, amax, fmt, recipe, g, gs)
-    if recipe.four_over_six != "off" and fmt.elem.bits == 4 and fmt.scale.name != "ue8m0":
-        # the same block scaled so that amax becomes 4: twice the resolution at the top, where e2m1 has no 5
-        byte4 = scale_bytes(amax, fmt, recipe, g, gs, dtype, boost=1.5)
-        code4 = _codes(x, byte4, amax, fmt, recipe, g, gs)
-        four = block_error(x, code4, byte4, fmt, recipe, g) < block_error(x, code, byte, fmt, recipe, g)
-        byte, code = torch.where(four, byte4, byte), torch.where(four[:, None], code4, code)
-    return pack_nibbles(code) if fmt.codes_per_byte == 2 else code, byte.to(torch.uint8)
+def _f32(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    x = x.to(torch.float32).contiguous()
+    return torch.where(x.abs() < 2.0**-126, x * 0.0, x) if recipe.flush else x  # the sign of zero stays
+
+
+def _quantize_group(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
+) -> None:
+    """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]; elements go by the chunk, scales at once."""
+    rows = max(1, _chunk(x.device) // fmt.block)
+    amax = torch.cat([block_amax(_f32(part, recipe), recipe) for part in torch.split(x, rows)])
+    byte = scale_bytes(amax, fmt, recipe, g, gs, x.dtype)
+    six = Factors(byte, amax, fmt, recipe, g, gs)
+    search = recipe.four_over_six != "off" and fmt.elem.bits == 4 and fmt.scale.name != "ue8m0"
+    if search:  # the same block scaled so that amax becomes 4: twice the resolution at the top, where e2m1 has no 5
+        byte4 = scale_bytes(amax, fmt, recipe, g, gs, x.dtype, boost=1.5)
+        four = Factors(byte4, amax, fmt, recipe, g, gs)
+    for at in range(0, x.shape[0], rows):
+        part = slice(at, at + rows)
+        values = _f32(x[part], recipe)
+        code = six.codes(values, part, fmt, recipe)
+        if search:
+            code4 = four.codes(values, part, fmt, recipe)
+            better = block_error(values, code4, byte4[part], fmt, recipe, g) < block_error(values, code, byte[part], fmt, recipe, g)
+            byte[part] = torch.where(better, byte4[part], byte[part])
+            code = torch.where(better[:, None], code4, code)
+        codes[part] = pack_nibbles(code) if fmt.codes_per_byte == 2 else code
+    scale.copy_(byte)
+
+
+class Factors:
+    """What the elements of each block meet, and whether a NaN can come of it."""
+
+    def __init__(self, byte: torch.Tensor, amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor) -> None:
+        self.factor, self.divide = block_factor(byte, amax, fmt, recipe, g, gs)
+        # a finite x by a finite factor, which is not a zero divisor, is no NaN; on a GPU the question would cost a synchronisation
+        self.nan = True
+        if byte.device.type == "cpu" and recipe.nan != "ignore":
+            finite = bool((torch.isfinite(amax) & torch.isfinite(self.factor)).all())
+            self.nan = not finite or (self.divide and bool((self.factor == 0).any()))
+
+    def codes(self, x: torch.Tensor, part: slice, fmt: Format, recipe: Recipe) -> torch.Tensor:
+        """One u8 code an element, x f32 [n, block] being the blocks ``part``."""
+        factor = self.factor[part, None]
+        y = x / factor if self.divide else x * factor
+        code = encode_magnitude(y.abs(), fmt.elem, recipe.tie)
+        return signed_code(code, x, y, fmt.elem, recipe.zero_sign, recipe.nan_code, self.nan).to(torch.uint8)
 
 
 def _bounded(a: torch.Tensor) -> torch.Tensor:
@@ -106,20 +137,6 @@ def block_error(x: torch.Tensor, code: torch.Tensor, byte: torch.Tensor, fmt: Fo
         a, b = e[:, 0::2], e[:, 1::2]
         e = torch.where(a > b, a, b) if recipe.four_over_six == "abs_max" else a + b
     return e[:, 0]
-
-
-def _codes(
-    x: torch.Tensor, byte: torch.Tensor, amax: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
-) -> torch.Tensor:
-    """One u8 code an element."""
-    factor, divide = block_factor(byte, amax, fmt, recipe, g, gs)
-    y = x / factor[:, None] if divide else x * factor[:, None]
-    code = encode_magnitude(y.abs(), fmt.elem, recipe.tie)
-    # a finite x by a finite factor, which is not a zero divisor, is no NaN; on a GPU the question would cost a synchronisation
-    nan = True
-    if x.device.type == "cpu" and recipe.nan != "ignore":
-        nan = not bool((torch.isfinite(amax) & torch.isfinite(factor)).all()) or (divide and bool((factor == 0).any()))
-    return signed_code(code, x, y, fmt.elem, recipe.zero_sign, recipe.nan_code, nan).to(torch.uint8)
 
 
 def refuse_nonfinite(x: torch.Tensor, recipe: Recipe) -> None:
@@ -182,9 +199,9 @@ def _quantize_into(
     codes, scale, at = codes.view(-1, fmt.block // fmt.codes_per_byte), scale.view(-1), 0
     if not x.numel():
         return
-    for piece in _pieces(x, fmt.block):
+    for piece in _pieces(x, fmt.block, max(1, fmt.block // 16)):  # one scale in 16 or 32 elements: groups of 16 chunks
         n = piece.shape[0]
-        codes[at : at + n], scale[at : at + n] = _quantize_piece(piece, fmt, recipe, g, gs)
+        _quantize_group(piece, codes[at : at + n], scale[at : at + n], fmt, recipe, g, gs)
         at += n
 
 
@@ -228,7 +245,7 @@ def _dequantize_into(codes: torch.Tensor, scale: torch.Tensor, g: torch.Tensor |
     table, scales = _byte_values(fmt, codes.device), value_table(fmt.scale, codes.device)
     out, width = out.view(-1, fmt.block), fmt.block // fmt.codes_per_byte
     at = 0
-    for piece, s_byte in zip(_pieces(codes, width), _scale_pieces(scale, codes, width), strict=True):
+    for piece, s_byte in zip(_pieces(codes, width, fmt.block), _scale_pieces(scale, codes, width, fmt.block), strict=True):
         n = piece.shape[0]
         s = scales.index_select(0, s_byte.to(INT32))
         if g is not None:
@@ -239,10 +256,10 @@ def _dequantize_into(codes: torch.Tensor, scale: torch.Tensor, g: torch.Tensor |
         at += n
 
 
-def _scale_pieces(scale: torch.Tensor, codes: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
-    """Scale bytes for each piece that ``_pieces(codes, width)`` yields."""
+def _scale_pieces(scale: torch.Tensor, codes: torch.Tensor, width: int, block: int) -> Iterator[torch.Tensor]:
+    """Scale bytes for each piece that ``_pieces(codes, width, block)`` yields."""
     flat, at = scale.reshape(-1), 0
-    for piece in _pieces(codes, width):
+    for piece in _pieces(codes, width, block):
         yield flat[at : at + piece.shape[0]]
         at += piece.shape[0]
 

@@ -83,7 +83,7 @@ def scale_bytes(
     bad = amax != amax
     if recipe.inf != "saturate":
         bad |= amax == torch.inf
-    return torch.where(bad, fmt.scale.nan_codes[0], byte)
+    return byte.masked_fill_(bad, fmt.scale.nan_codes[0])
 
 
 def _ue8m0(amax: torch.Tensor, fmt: Format, recipe: Recipe) -> torch.Tensor:
@@ -118,8 +118,11 @@ def _e4m3(
 ) -> torch.Tensor:
     v = scale_value(amax, recipe, g, gs, dtype) * boost
     byte = encode_magnitude(v, fmt.scale)
-    byte = torch.where(byte == 0, recipe.underflow_byte, byte)
-    return torch.where(amax == 0, recipe.zero_byte, byte)
+    if recipe.underflow_byte:
+        byte = byte.masked_fill_(byte == 0, recipe.underflow_byte)
+    if recipe.zero_byte != recipe.underflow_byte or recipe.scale_floor or recipe.amax_floor:
+        byte = byte.masked_fill_(amax == 0, recipe.zero_byte)
+    return byte
 
 
 def scale_value(amax: torch.Tensor, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -170,5 +173,5 @@ def block_factor(
     else:
         factor = reciprocal(d * reciprocal(gs, recipe), recipe)
     zero = byte == 0 if recipe.underflow == "zero" else (byte == 0) & (amax == 0)
-    factor = torch.where(zero, torch.inf if divide else 0.0, factor)
+    factor = factor.masked_fill_(zero, torch.inf if divide else 0.0)
     return factor, divide
