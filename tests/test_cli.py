@@ -269,17 +269,18 @@ def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_demo(tmp_path: Path) -> None:
     """``make demo``: every comparison passes and is listed; a wrong byte in a sample makes it fail with status 1."""
     root = Path(__file__).parents[1]
     copy = tmp_path / "repository"
     shutil.copytree(root / "examples", copy / "examples")
     shutil.copytree(root / "tests" / "data" / "checkpoints", copy / "tests" / "data" / "checkpoints")
-    env = {**os.environ, "PYTHONPATH": str(root), "MPLBACKEND": "Agg"}
+    env = {**os.environ, "PYTHONPATH": str(root), "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
 
     def demo() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(copy / "examples" / "demo.py"), "--out", str(tmp_path / "out")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
+        return subprocess.run(command, capture_output=True, text=True, timeout=420, check=False, env=env)
 
     done = demo()
     assert done.returncode == 0, done.stdout + done.stderr
