@@ -238,6 +238,63 @@ def test_probe_that_raises_is_a_reason_and_is_asked_once(only: Any) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("fault", ["raises", "answers None", "answers True"])
+@pytest.mark.parametrize("what", ["probe", "supports"])
+def test_a_faulty_backend_does_not_take_the_others_with_it(only: Any, what: str, fault: str) -> None:
+    def bad(*args: Any) -> Any:
+        if fault == "raises":
+            raise ZeroDivisionError("a fault of its own")
+        return {"answers None": None, "answers True": True}[fault]
+
+    module = types.SimpleNamespace(name="bad", probe=lambda: Ok(), supports=lambda p: Ok(1))
+    setattr(module, what, bad)
+    only(None, bad=module)
+    ranking = registry.rank(problem((9, 0)))
+    assert ranking.best == "triton"
+    assert ("ZeroDivisionError: a fault of its own" if fault == "raises" else "neither Ok nor No") in ranking.reasons["bad"]
+    assert fp4.prepare(weight()).backend == "reference"
+    with pytest.raises(fp4.Fp4Error, match="'bad'"):
+        fp4.prepare(weight(), "bad")
+
+
+def test_a_name_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution that calls its backend 'reference' is listed with the reason; it does not replace ours."""
+    stranger = types.SimpleNamespace(name="reference", probe=lambda: Ok(), supports=lambda p: Ok(1))
+    monkeypatch.setattr(registry, "_discover", lambda: iter([("reference", reference), ("reference", stranger)]))
+    registry.reset()
+    assert fp4.prepare(weight()).backend == "reference"
+    assert registry.module("reference") is reference
+    assert "the name 'reference' is taken by fp4.gpu.backends.reference" in str(registry.rank(problem(None)))
+
+
+def test_an_entry_point_that_is_no_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_fp4.py").write_text("name = 'half'\ndef probe(): pass\n")
+    info = tmp_path / "half-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fp4.backends]\nhalf = half_fp4\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.reset()
+    assert "is no backend: it has no supports, layouts, run" in registry.rank(problem(None)).reasons["half"]
+
+
+def test_disabling_flashinfer_disables_its_variants(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """FP4_DISABLE=flashinfer must not leave the same kernels under another name; a name that is none is said once."""
+    monkeypatch.setattr(registry, "_logged", set())
+    monkeypatch.setenv("FP4_DISABLE", "flashinfer,flashinfr")
+    p = problem((10, 0), fmt="mxfp4")
+    with caplog.at_level("WARNING", logger="fp4"):
+        reasons = registry.rank(p).reasons
+        registry.rank(p)
+    named = [n for n in registry.backends() if n.startswith("flashinfer")]
+    assert len(named) == 5
+    assert all("disabled by FP4_DISABLE" in reasons[n] for n in named)
+    assert [r.message for r in caplog.records if "'flashinfr', which is no backend" in r.message] == [caplog.records[0].message]
+    assert len(caplog.records) == 1
+    monkeypatch.setenv("FP4_DISABLE", "triton")
+    assert "disabled" not in registry.rank(p).reasons.get("triton_kernels", "")
+
+
 def test_explain_prints_and_returns_the_ranking(only: Any, capsys: pytest.CaptureFixture[str]) -> None:
     only("C")
     ranking = fp4.explain(op="moe", format="mxfp4", device="sm90", experts=128, hidden=2880, intermediate=2880, activation=fp4.SwiGLU())

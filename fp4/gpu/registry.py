@@ -106,14 +106,28 @@ def _discover() -> Iterator[tuple[str, ModuleType | No]]:
     for entry in importlib.metadata.entry_points(group="fp4.backends"):
         try:
             module = entry.load()
-            yield getattr(module, "name", entry.name), module
         except Exception as e:
-            yield entry.name, No(f"entry point {entry.value} fails to load: {type(e).__name__}: {e}")
+            yield entry.name, No(f"entry point {entry.value} fails to load: {type(e).__name__}: {e}; reinstall or remove its distribution")
+            continue
+        missing = [n for n in ("name", "probe", "supports", "layouts", "run") if not hasattr(module, n)]
+        if missing:
+            yield (
+                entry.name,
+                No(f"entry point {entry.value} is no backend: it has no {', '.join(missing)}; docs/backends.md has the protocol"),
+            )
+        else:
+            yield str(module.name), module
 
 
 @functools.lru_cache(maxsize=1)
 def _all() -> dict[str, ModuleType | No]:
-    return dict(_discover())
+    found: dict[str, ModuleType | No] = {}
+    for name, module in _discover():
+        if name in found:  # an outside distribution must not take the place of a backend without a word
+            found[f"{name} (second)"] = No(f"the name {name!r} is taken by {getattr(found[name], '__name__', 'another')}; rename this one")
+        else:
+            found[name] = module
+    return found
 
 
 def backends() -> list[str]:
@@ -129,11 +143,18 @@ def probe(name: str) -> Ok | No:
         return No(f"no such backend; known: {', '.join(backends())}")
     if isinstance(module, No):
         return module
+    return _asked(name, "probe", module.probe)
+
+
+def _asked(name: str, what: str, ask: Any, *args: Any) -> Ok | No:
+    """A backend's answer. One that raises, or answers something else, is a No: it must not take the others with it."""
     try:
-        verdict: Ok | No = module.probe()
-        return verdict
+        answer = ask(*args)
     except Exception as e:
-        return No(f"probe failed: {type(e).__name__}: {e}")
+        return No(f"{what} failed: {type(e).__name__}: {e}; a fault of backend {name!r}, FP4_DISABLE={name} hides it")
+    if not isinstance(answer, Ok | No):
+        return No(f"{what} answered {answer!r}, which is neither Ok nor No; a fault of backend {name!r}")
+    return answer
 
 
 def reset() -> None:
@@ -158,15 +179,19 @@ def module(name: str) -> Any:
 
 def verdict(name: str, problem: Problem) -> Ok | No:
     """One backend's answer: disabled, its probe's reason, or ``supports(problem)``."""
-    if name in env.disabled():
-        return No("disabled by FP4_DISABLE")
+    disabled = env.disabled()
+    if name in disabled or getattr(module(name), "family", None) in disabled:
+        return No("disabled by FP4_DISABLE; take it out of the list")
     found = probe(name)
     if isinstance(found, No):
         return found
-    answer: Ok | No = get(name).supports(problem)
+    answer = _asked(name, "supports", get(name).supports, problem)
     if isinstance(answer, Ok) and found.note and found.note not in answer.note:
         return Ok(answer.rank, f"{answer.note} [{found.note}]".strip())
     return answer
+
+
+_logged: set[tuple[str, str]] = set()
 
 
 def rank(problem: Problem) -> Ranking:
@@ -174,10 +199,11 @@ def rank(problem: Problem) -> Ranking:
     out = Ranking(Choice(name, verdict(name, problem)) for name in backends())
     out.sort(key=lambda c: (not c.verdict, c.verdict.rank if isinstance(c.verdict, Ok) else 0, c.name))
     out.problem = problem
+    for name in sorted(env.disabled() - set(backends())):
+        if ("FP4_DISABLE", name) not in _logged:
+            _logged.add(("FP4_DISABLE", name))
+            log.warning("FP4_DISABLE names %r, which is no backend; known: %s", name, ", ".join(backends()))
     return out
-
-
-_logged: set[tuple[str, str]] = set()
 
 
 def choose(problem: Problem, backend: str | None = None, where: str = "prepare") -> str:

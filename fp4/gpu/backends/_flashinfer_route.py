@@ -130,7 +130,7 @@ def common_moe_reasons(problem: Problem, kinds: Iterable[str], input_scale: bool
     """Reasons that the MoE routes share: activation, calibrated input scales, biases."""
     kind = activation_kind(problem)
     if kind not in kinds:
-        return f"has no activation {kind}; it has {', '.join(kinds)}"
+        return f"has no activation {kind}; it has {', '.join(kinds)}: use backend='triton' or 'reference' for this one"
     if input_scale and not problem.input_scale:
         return "quantises activations to NVFP4 and the weights carry no input_scale (weight-only): give one or use another backend"
     if problem.bias and not biases:
