@@ -172,7 +172,8 @@ def decode(code: torch.Tensor, elem: ElemFormat) -> torch.Tensor:
     """code: u8 [...] -> f32 [...], exact; the NaN codes give NaN. Raises FormatMismatch for another dtype."""
     if code.dtype != torch.uint8:
         raise FormatMismatch(f"decode_{elem.name}: codes are {code.dtype}; need uint8 (raw bits; view an 8-bit float as uint8)")
-    return value_table(elem, code.device)[code.to(INT32).bitwise_and_(elem.codes - 1)]
+    which = code.to(INT32).bitwise_and_(elem.codes - 1).reshape(-1)
+    return value_table(elem, code.device).index_select(0, which).view(code.shape)
 
 
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
