@@ -134,6 +134,14 @@ class Groups:
         return f"no target of {self.where} config_groups matches {module!r}"
 
 
+def _act(inputs: dict[str, Any]) -> str | None:
+    """The format that a group's input_activations ask for."""
+    bits, size = inputs.get("num_bits"), inputs.get("group_size")
+    if bits == 8:
+        return "mxfp8" if size == 32 else "fp8"
+    return ("mxfp4" if size == 32 else "nvfp4") if bits == 4 else None
+
+
 def _spec(group: dict[str, Any], fmt: Any, place: str, origin: str) -> Spec:
     if fmt not in _FORMATS:
         raise CheckpointError(f"{place}: format {fmt!r} is not known; need one of {', '.join(_FORMATS)}")
@@ -145,15 +153,16 @@ def _spec(group: dict[str, Any], fmt: Any, place: str, origin: str) -> Spec:
     if weights.get("actorder"):
         raise CheckpointError(f"{place}: weights have actorder {weights['actorder']!r}; reordered columns are not read")
     static = bool(inputs) and inputs.get("dynamic", False) is not True
+    act = _act(inputs)
     if bits == 8:
         if strategy == "group" and size == 32:
-            return Spec("mxfp8", f"{origin} says 8-bit float, one scale for 32", False)
+            return Spec("mxfp8", f"{origin} says 8-bit float, one scale for 32", False, act=act)
         if strategy not in ("tensor", "channel", "block", None):
             raise CheckpointError(f"{place}: 8-bit strategy {strategy!r} is not read; need tensor, channel or block")
         block = weights.get("block_structure")
         if block is not None and (not isinstance(block, list) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block)):
             raise CheckpointError(f"{place}: block_structure is {block!r}; need [rows, columns]")
-        return Spec("fp8", f"{origin} says 8-bit float", False, tuple(block) if block else None)
+        return Spec("fp8", f"{origin} says 8-bit float", False, tuple(block) if block else None, act)
     want = {"tensor_group": (16, "nvfp4"), "group": (32, "mxfp4")}.get(strategy) if isinstance(strategy, str) else None
     if want is None or size != want[0]:
         raise CheckpointError(
@@ -162,4 +171,4 @@ def _spec(group: dict[str, Any], fmt: Any, place: str, origin: str) -> Spec:
     named = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}.get(fmt, want[1])
     if named != want[1]:
         raise CheckpointError(f"{place}: format {fmt!r} contradicts strategy {strategy!r}, which is {want[1]}")
-    return Spec(want[1], f"{origin} says {want[1]}", static and want[1] == "nvfp4")
+    return Spec(want[1], f"{origin} says {want[1]}", static and want[1] == "nvfp4", act=act)

@@ -72,7 +72,7 @@ class DeepSeek:
 class _Rules:
     def __init__(self, where: str, kind: Any, algo: str | None, block: tuple[int, int] | None, excluded: Matches) -> None:
         self.where, self.excluded, self.algo, self.kind = where, excluded, algo, kind
-        self.fp8 = Spec("fp8", f"{where} says fp8", block=block)
+        self.fp8 = Spec("fp8", f"{where} says fp8", block=block, act="fp8")
 
     def bind(self, plan: Plan) -> Any:
         entries = plan.store.entries

@@ -122,6 +122,7 @@ def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | Non
         gate_up=_order(plan, stem, fastdeploy),
         origin=spec.origin if spec else "",
         activations="static" if "input" in parts else None,
+        act=spec.act if spec else None,
     )
 
 

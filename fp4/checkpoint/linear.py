@@ -324,6 +324,7 @@ def _block(
         gate_up="gate_up" if last == "gate_up_proj" else None,
         origin=spec.origin if spec else "",
         activations="static" if "input" in parts else None,
+        act=spec.act if spec else None,
     )
 
 
@@ -364,7 +365,7 @@ def _fp8(plan: Plan, where: str, name: str, codes: Entry, scale: Entry, spec: Sp
     if leaf is not None:
         parts["input"] = have[leaf]
     parts.update({role: have[leaf] for leaf, role in leaves.others.items() if leaf in have and role == "pre_quant_scale"})
-    return Record(name, "fp8", parts, shape, shape, block=block, origin=spec.origin if spec else "")
+    return Record(name, "fp8", parts, shape, shape, block=block, origin=spec.origin if spec else "", act=spec.act if spec else None)
 
 
 def fp8_block(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:

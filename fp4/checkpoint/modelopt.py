@@ -33,6 +33,12 @@ ALGOS: dict[str, tuple[str, int | None, bool]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", None, False),
     "MXFP8": ("mxfp8", 32, False),
 }
+#: quant_algo -> format of the activations; weight-only where absent
+_ACTS = {
+    **dict.fromkeys(("NVFP4", "NVFP4_AWQ", "NVFP4_SVD"), "nvfp4"),
+    **dict.fromkeys(("W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"), "fp8"),
+    **{"MXFP4": "mxfp4", "MXFP8": "mxfp8", "W4A8_MXFP4_MXFP8": "mxfp8"},
+}
 _METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "nvfp4")
 _NESTED_KEYS = frozenset(
     {"quant_algo", "kv_cache_quant_algo", "group_size", "has_zero_point", "pre_quant_scale", "exclude_modules", "quantized_layers"}
@@ -271,7 +277,7 @@ class Settings:
             algo = self.layers[key][0]
         fmt, _, static = ALGOS[algo]
         origin = f"{self.where} says quant_algo {algo}"
-        return Spec(fmt, origin, static and self.with_input)
+        return Spec(fmt, origin, static and self.with_input, act=_ACTS.get(algo) if self.with_input else None)
 
     def why_not(self, module: str) -> str:
         if module in self.excluded.of:

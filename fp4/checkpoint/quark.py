@@ -83,6 +83,9 @@ class _Settings:
             return None
         weight = weights[0]
         dtype, scheme, group, scale = (weight.get(k) for k in ("dtype", "qscheme", "group_size", "scale_format"))
+        act = None
+        if inputs:
+            act = "fp8" if inputs[0].get("dtype") == "fp8_e4m3" else "mxfp4" if inputs[0].get("group_size") == 32 else "nvfp4"
         static = any(not spec.get("is_dynamic", False) for spec in inputs)
         if dtype == "fp8_e4m3":
             size = weight.get("block_size")
@@ -91,7 +94,7 @@ class _Settings:
             square = (
                 (size[0], size[1]) if isinstance(size, list) and len(size) == 2 and all(type(b) is int and b > 0 for b in size) else None
             )
-            return Spec("fp8", f"{where} says fp8_e4m3", block=square)
+            return Spec("fp8", f"{where} says fp8_e4m3", block=square, act=act)
         if dtype == "mx":
             raise CheckpointError(f"{place}: dtype 'mx' is Quark's legacy packing of 17 bytes for 32 values; export it again as fp4")
         if dtype != "fp4":
@@ -107,7 +110,7 @@ class _Settings:
                 "or float32 of 16 with an fp8_e4m3 spec of the scale"
             )
         needs = static and (fmt == "nvfp4" or (fmt == "mxfp4" and any(i.get("dtype") == "fp8_e4m3" for i in inputs)))
-        return Spec(fmt, f"{where} says fp4 with {scale} scales", needs)
+        return Spec(fmt, f"{where} says fp4 with {scale} scales", needs, act=act)
 
     def _list(self, value: Any, place: str) -> list[dict[str, Any]]:
         values = value if isinstance(value, list) else [] if value is None else [value]

@@ -33,6 +33,8 @@ class Spec:
     static_input: bool = False
     #: FP8 block [rows, columns], when the config gives one
     block: tuple[int, int] | None = None
+    #: format that the config wants activations quantised to, None for weight-only or where it does not say
+    act: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Record:
     origin: str = ""
     #: how the activation is quantised, as far as the file says: "static", "dynamic" or None (weight-only)
     activations: str | None = None
+    #: the format that the config wants them in: "nvfp4", "mxfp4", "fp8", "mxfp8", or None
+    act: str | None = None
 
     def where(self, store: Store, role: str) -> str:
         name = self.parts[role]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,6 +83,27 @@ def dequantize(
     from fp4.cli import dequantize as module
 
     print(module.run(source, target, dtype, trust, fold, quiet))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="the checkpoint")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
+    to: Annotated[str, typer.Option("--to", metavar="DIALECT", help="modelopt, compressed-tensors or gpt-oss")],
+    format: Annotated[str | None, typer.Option(help="nvfp4: cast MXFP4 weights, where that is exact; default: keep each format")] = None,
+    lossy: Annotated[bool, typer.Option("--lossy", help="cast also what does not fit, and say how many elements changed")] = False,
+    trust: Trust = "config",
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+) -> None:
+    """Write a checkpoint in another producer's dialect, and say of each tensor whether that is exact. Exit status 1: refused."""
+    from fp4.cli import convert as module
+
+    report, refusal = module.run(source, target, to, format, lossy, trust, quiet or json)
+    print(dump(report) if json else module.render(report, bool(refusal)))
+    if refusal:
+        print(f"fp4: {refusal}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()
