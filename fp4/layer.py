@@ -18,7 +18,7 @@ from fp4.gpu import registry
 from fp4.gpu.build import prepare, prepare_moe
 from fp4.gpu.device import Device
 from fp4.gpu.problem import Problem
-from fp4.prepared import Prepared, PreparedMoE, by_handle
+from fp4.prepared import Prepared, PreparedMoE, by_handle, exported_handle
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["explain", "matmul", "moe", "prepare", "prepare_moe", "warmup"]
@@ -40,7 +40,7 @@ def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_d
     if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
         return _matmul(x, w, bias, out_dtype)
     _need_tensors("matmul", x=x, bias=bias)
-    return torch.ops.fp4.matmul(x, bias, w.handle, w.n, out_dtype)  # type: ignore[no-any-return]
+    return torch.ops.fp4.matmul(x, bias, _handle(w), w.n, out_dtype)  # type: ignore[no-any-return]
 
 
 def moe(
@@ -57,7 +57,11 @@ def moe(
     if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
         return _moe(x, ex, topk_ids, topk_weights, out_dtype)
     _need_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
-    return torch.ops.fp4.moe(x, topk_ids, topk_weights, ex.handle, out_dtype)  # type: ignore[no-any-return]
+    return torch.ops.fp4.moe(x, topk_ids, topk_weights, _handle(ex), out_dtype)  # type: ignore[no-any-return]
+
+
+def _handle(w: Prepared | PreparedMoE) -> int:
+    return exported_handle(w.handle) if torch.compiler.is_exporting() else w.handle
 
 
 def _need_tensors(where: str, **given: Any) -> None:

@@ -13,6 +13,7 @@ plus whatever a backend adds for itself (dotted under its own name). ``w13.globa
 from __future__ import annotations
 
 import itertools
+import secrets
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ from fp4.tensor import QuantizedTensor
 __all__ = ["Packed", "Prepared", "PreparedMoE", "Weights", "load"]
 
 _handles = itertools.count(1)
+#: names this process in exported graphs
+_PROCESS = secrets.randbits(30) | 1
 #: handle -> object, for the torch.library ops, which can carry an int but no object
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -314,9 +317,24 @@ def _own_restore(p: _Base) -> Any:
     return None if own is None else own(p)
 
 
+def exported_handle(handle: int) -> int:
+    """The handle for a graph that may be saved: it also names this process, where alone the number means this weight."""
+    return handle | _PROCESS << 32
+
+
 def by_handle(handle: int) -> Any:
-    """The live object of a handle. Raises Fp4Error when it was collected: the owner of a compiled graph must keep its weights."""
-    found = _live.get(int(handle))
+    """The live object of a handle. Raises Fp4Error when it was collected: the owner of a compiled graph must keep its weights.
+
+    Compiled graphs hold plain numbers, so that compile caches hit again in the next process, which traces the numbers anew. An
+    exported program is not traced again; its numbers carry their process, and another process refuses them.
+    """
+    process, handle = int(handle) >> 32, int(handle) & 0xFFFFFFFF
+    if process not in (0, _PROCESS):
+        raise LayoutMismatch(
+            f"fp4 op: this graph was exported in another process, where prepared weight {handle} was; export it again here, "
+            "or save the weight (Prepared.save) and trace the graph after loading"
+        )
+    found = _live.get(handle)
     if found is None:
         raise Fp4Error(f"fp4 op: prepared weight {handle} no longer exists; keep the Prepared object alive as long as the compiled graph")
     return found

@@ -11,6 +11,7 @@ import torch
 from layer_cases import random_weight
 
 import fp4
+from fp4 import prepared as prepared_module
 from fp4.gpu.device import Device
 from fp4.prepared import Prepared, PreparedMoE
 
@@ -129,6 +130,21 @@ def test_export(linear: Prepared) -> None:
 
     program = torch.export.export(M(), (x_for(4),), dynamic_shapes={"x": {0: torch.export.Dim("rows", min=2, max=512)}})
     assert torch.equal(program.module()(x_for(9)), fp4.matmul(x_for(9), linear))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_program_in_another_process(linear: Prepared, monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+    """A handle is a number of one process: in another one the same number is another weight, perhaps of the same shape."""
+
+    class M(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fp4.matmul(x, linear)
+
+    program = torch.export.export(M(), (x_for(4),), strict=strict)
+    assert torch.equal(program.module()(x_for(4)), fp4.matmul(x_for(4), linear))
+    monkeypatch.setattr(prepared_module, "_PROCESS", prepared_module._PROCESS ^ 2)
+    with pytest.raises(fp4.LayoutMismatch, match="exported in another process"):
+        program.module()(x_for(4))
 
 
 def test_gradient_is_not_silently_dropped(linear: Prepared) -> None:

@@ -70,6 +70,16 @@ def test_nvfp4_trtllm(order: str, cc: tuple[int, int]) -> None:
     assert prepared.meta["route"] == "nvfp4_moe_trtllm"
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_trtllm_hidden_is_padded_to_256(format: str) -> None:
+    """96 and 352 are next to 128 and 384, which the NVFP4 kernel computes wrongly (section 5)."""
+    for hidden in (96, 352):
+        layer = Layer(format, "gate_up", hidden=hidden, inter=32, activation=GPT_OSS)
+        y, emulator, _, _ = run(layer, "flashinfer_trtllm", (10, 0))
+        agree(layer, y, emulator.exact, layer.reference(layer.nvfp4_shared if format == "nvfp4" else layer.plain))
+        assert emulator.exact.shape[1] % 256 == 0
+
+
 @pytest.mark.parametrize("pair", ["foldable", "different"])
 def test_nvfp4_trtllm_gate_and_up_scales(pair: str) -> None:
     """Two output scalars serve two global scales exactly (vllm#54974), biases and beta included."""
