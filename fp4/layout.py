@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fp4.errors import LayoutError
-from fp4.layout_bytes import ByteRange, Reason, as_bytes, as_storage, checked_index, map_words
+from fp4.layout_bytes import ByteRange, Reason, as_bytes, as_storage, checked_index, map_words, whole, whole_list
 from fp4.layout_spec import DIMS, Axis, Digit, WordProgram, canonical, digits, parse, word_program
 
 __all__ = ["ByteRange", "Chain", "Layout", "Reason", "Segmented"]
@@ -49,6 +49,8 @@ class Orders:
         """``a >> b``: store by ``a``, read the result as a matrix of ``a.padded(shape)``, store that by ``b``."""
         from fp4.layout_chain import Chain
 
+        if not isinstance(other, Orders):
+            return NotImplemented
         return Chain((*self._steps(), *other._steps()))
 
     def _steps(self) -> tuple[Layout, ...]:
@@ -59,6 +61,8 @@ class Orders:
 
         Only for row orders that do not pad, such as ``trtllm_rows_32`` or ``marlin_bias``.
         """
+        if not isinstance(x, torch.Tensor) or not x.ndim:
+            raise LayoutError(f"layout {self.name}: apply_rows takes a torch tensor [..., rows]; got {type(x).__name__}")
         size = x.element_size()
         as_rows = x.contiguous().unsqueeze(-1).view(torch.uint8)
         y = self.apply(as_rows)
@@ -105,13 +109,10 @@ class Layout(Orders):
         raw, raw_order = parse(self._where, self.spec)
         axes, order = canonical(raw, raw_order)
         tile = tuple(math.prod(a.size or 1 for a in raw if a.dim == d) for d in (0, 1))
+        self._check_numbers()
         pad = self.pad or (None, None)
         if self.unit not in ("byte", "nibble"):
             raise LayoutError(f"{self._where}: unit is {self.unit!r}; need 'byte' or 'nibble'")
-        if self.word is not None and sorted(self.word) != list(range(32)):
-            raise LayoutError(f"{self._where}: word table is not a permutation of the bits 0..31")
-        if not 0 <= self.fill <= 255:
-            raise LayoutError(f"{self._where}: fill is {self.fill}; need a byte, 0..255")
         for d in (0, 1):
             group = [a.size for a in raw if a.dim == d]
             if pad[d] is not None and (pad[d] or 0) < 1:
@@ -123,6 +124,19 @@ class Layout(Orders):
             raise LayoutError(f"{self._where}: nibble columns come in pairs; need an even column tile, got {tile[1]}")
         for key, value in {"axes": axes, "order": order, "digits": digits(axes, order), "tile": tile, "multiple": multiple}.items():
             object.__setattr__(self, key, value)
+
+    def _check_numbers(self) -> None:
+        where = self._where
+        if self.word is not None:
+            object.__setattr__(self, "word", whole_list(where, self.word, "word table"))
+            if sorted(self.word) != list(range(32)):
+                raise LayoutError(f"{where}: word table is not a permutation of the bits 0..31")
+        if not 0 <= whole(where, self.fill, "fill") <= 255:
+            raise LayoutError(f"{where}: fill is {self.fill}; need a byte, 0..255")
+        if self.pad is not None:
+            if not isinstance(self.pad, (tuple, list)) or len(self.pad) != 2:
+                raise LayoutError(f"{where}: pad is {self.pad!r}; need a number or None for rows and one for columns")
+            object.__setattr__(self, "pad", tuple(p if p is None else whole(where, p, "pad") for p in self.pad))
 
     @property
     def _where(self) -> str:
@@ -153,7 +167,7 @@ class Layout(Orders):
 
     def geometry(self, shape: Sequence[int]) -> Geometry:
         """Check a byte shape [..., rows, columns] and derive its padded form. Raises LayoutError when it does not fit."""
-        size = tuple(int(n) for n in shape)
+        size = whole_list(self._where, shape, "shape")
         if len(size) < 2 or min(size) < 0:
             raise LayoutError(f"{self._where}: shape is {list(size)}; need [..., rows, columns]")
         logical = (size[-2], size[-1] * self.units_per_byte)
@@ -236,7 +250,7 @@ class Layout(Orders):
             from fp4.gpu.kernels import permute
 
             if permute.can(self):
-                return permute.invert(self, flat, tuple(int(n) for n in shape))
+                return permute.invert(self, flat, whole_list(self._where, shape, "shape"))
         x = self._invert(flat, g)
         return x.numpy() if numpy else x
 
@@ -305,6 +319,7 @@ class Layout(Orders):
 
         Part i holds exactly the bytes that ``apply`` gives for the i-th slice. Returns a Reason (false) when no such bytes exist.
         """
+        dim, n = whole(self._where, dim, "dim"), whole(self._where, n, "n")
         if dim not in (-2, -1, 0, 1) or n < 1:
             raise LayoutError(f"{self._where}: shard(dim={dim}, n={n}); need dim 0 (rows) or 1 (columns) and n >= 1")
         d, g = dim % 2, self.geometry(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from fp4.errors import LayoutError
 from fp4.layout_spec import WordProgram
 
-__all__ = ["ByteRange", "Reason", "as_bytes", "as_storage", "checked_index", "map_words"]
+__all__ = ["ByteRange", "Reason", "as_bytes", "as_storage", "checked_index", "map_words", "whole", "whole_list"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,25 @@ class Reason:
 
     def __str__(self) -> str:
         return self.text
+
+
+def whole(where: str, value: Any, what: str) -> int:
+    """``value`` as an int. Raises LayoutError for what is not a whole number: 2.5 rows must not become 2, nor a string a number."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(value)
+    except (TypeError, ValueError):
+        raise LayoutError(f"{where}: {what} is {str(value)[:80]!r}; need a whole number") from None
+
+
+def whole_list(where: str, values: Any, what: str) -> tuple[int, ...]:
+    """``values`` as ints. Raises LayoutError as ``whole`` does, and for what is not a sequence."""
+    try:
+        items = () if isinstance(values, (str, bytes)) else tuple(values)
+    except TypeError:
+        raise LayoutError(f"{where}: {what} is {str(values)[:80]!r}; need a sequence of whole numbers") from None
+    return tuple(whole(where, v, what) for v in items)
 
 
 def map_words(y: torch.Tensor, program: WordProgram) -> torch.Tensor:
@@ -85,6 +105,8 @@ def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
         raise LayoutError(f"{where}: storage is {type(y).__name__}; need a torch tensor or a numpy array")
     if not (y.flags.c_contiguous if numpy else y.is_contiguous()):
         raise LayoutError(f"{where}: storage has strides; bytes are read in memory order, pass the contiguous storage tensor")
+    if numpy and y.dtype.hasobject:
+        raise LayoutError(f"{where}: storage has dtype {y.dtype}; need raw bytes")
     t = torch.from_numpy(y.reshape(-1).view(np.uint8)) if numpy else y.reshape(-1).view(torch.uint8)
     if t.numel() != need:
         raise LayoutError(f"{where}: storage has {t.numel()} bytes; need {need} for this shape")
@@ -93,13 +115,17 @@ def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
 
 def checked_index(where: str, value: Any, size: int, what: str) -> Any:
     if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+            raise LayoutError(f"{where}: {what} has dtype {value.dtype}; need whole numbers")
         value = value.to(torch.int64)
         low, high = (int(value.min()), int(value.max())) if value.numel() and not value.is_cuda else (0, -1)
     elif isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iu":
+            raise LayoutError(f"{where}: {what} has dtype {value.dtype}; need whole numbers")
         value = value.astype(np.int64)
         low, high = (int(value.min()), int(value.max())) if value.size else (0, -1)
     else:
-        low = high = value = int(value)
+        low = high = value = whole(where, value, what)
     if low < 0 or high >= size:
         raise LayoutError(f"{where}: {what} = {low if low < 0 else high} is outside 0..{size - 1}")
     return value

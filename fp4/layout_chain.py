@@ -12,7 +12,7 @@ import torch
 
 from fp4.errors import LayoutError
 from fp4.layout import Layout, Orders
-from fp4.layout_bytes import as_bytes, as_storage, checked_index
+from fp4.layout_bytes import as_bytes, as_storage, checked_index, whole, whole_list
 
 __all__ = ["Chain", "Segmented"]
 
@@ -42,7 +42,7 @@ class Chain(Orders):
 
     def _shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """The byte shape that each step reads, then the padded shape of the last."""
-        shapes = [tuple(int(n) for n in shape)]
+        shapes = [whole_list(f"chain {self.name}", shape, "shape")]
         for step in self.steps:
             shapes.append(step.padded(shapes[-1]))
         return shapes
@@ -102,16 +102,21 @@ class Segmented:
     capacity: int | None = None
 
     def __post_init__(self) -> None:
-        starts = tuple(int(s) for s in self.starts)
+        if not isinstance(self.layout, Layout):
+            raise LayoutError(f"segmented: layout is {type(self.layout).__name__}; need a Layout")
+        starts = whole_list(f"segmented {self.layout.name}", self.starts, "starts")
+        if self.capacity is not None:
+            whole(f"segmented {self.layout.name}", self.capacity, "capacity")
         object.__setattr__(self, "starts", starts)
         if len(starts) < 1 or starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
             raise LayoutError(f"segmented {self.layout.name}: starts are {list(starts)[:8]}; need 0 first, then never falling row numbers")
 
     def _check(self, shape: Sequence[int]) -> tuple[int, int]:
-        if len(shape) != 2 or int(shape[0]) != self.starts[-1]:
+        size = whole_list(f"segmented {self.layout.name}", shape, "shape")
+        if len(size) != 2 or size[0] != self.starts[-1]:
             need = f"[{self.starts[-1]}, columns], the rows of starts"
             raise LayoutError(f"segmented {self.layout.name}: shape is {list(shape)}; need {need}")
-        return int(shape[0]), int(shape[1])
+        return size
 
     def bases(self, columns: int) -> tuple[int, ...]:
         """Byte offset of each expert's block, then the total of all of them."""

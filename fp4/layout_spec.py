@@ -11,7 +11,8 @@ from fp4.errors import LayoutError
 
 __all__ = ["DIMS", "Axis", "Digit", "WordProgram", "canonical", "digits", "parse", "word_program"]
 
-_TOKEN = re.compile(r"([A-Za-z_]+)(\d*)\Z")
+_TOKEN = re.compile(r"([A-Za-z_]+)([0-9]*)\Z")
+_GROUP = re.compile(r"\(([^()]*)\)|([^\s()]+)")
 DIMS = ("rows", "columns")
 
 
@@ -43,9 +44,11 @@ class Digit(NamedTuple):
 
 def parse(where: str, spec: str) -> tuple[list[Axis], list[int]]:
     """(logical axes, row axes first) and, for each storage position, the index of its axis."""
+    if not isinstance(spec, str):
+        raise LayoutError(f"{where}: spec is {type(spec).__name__}; need text such as '(mo m4) k -> mo k m4'")
     left, arrow, right = spec.partition("->")
-    groups = re.findall(r"\(([^()]*)\)|([^\s()]+)", left)
-    if not arrow or len(groups) != 2 or "(" in right or ")" in right or left.count("(") != left.count(")"):
+    groups = _GROUP.findall(left)
+    if not arrow or len(groups) != 2 or "(" in right or ")" in right or _GROUP.sub("", left).strip():
         raise LayoutError(f"{where}: spec must read '(rows) (columns) -> storage order' with two groups on the left")
     axes: list[Axis] = []
     index: dict[str, int] = {}

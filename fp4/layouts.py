@@ -17,6 +17,7 @@ from typing import Any
 
 from fp4.errors import LayoutError
 from fp4.layout import Layout
+from fp4.layout_bytes import whole
 
 __all__ = ["WORD_A", "WORD_B", "get", "layouts", "names", "variants"]
 
@@ -266,9 +267,11 @@ def get(name: str, **parameters: int) -> Layout:
     for i, item in enumerate(inside.rstrip(" )").split(",") if inside else ()):
         key, eq, value = item.rpartition("=")
         key = key.strip() if eq else [*takes, "", "", ""][i]
+        if key in parameters:
+            raise LayoutError(f"layouts: {name!r}: {key} is given twice")
         try:
-            parameters[key] = int(ast.literal_eval(value.strip()))
-        except (ValueError, SyntaxError, TypeError):
+            parameters[key] = whole("", ast.literal_eval(value.strip()), key)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise LayoutError(f"layouts: {name!r}: {value.strip()!r} is not a whole number") from None
     if unknown := set(parameters) - set(takes):
         raise LayoutError(f"layouts: {base} has no parameter {', '.join(sorted(unknown))}; it takes {', '.join(takes) or 'none'}")
