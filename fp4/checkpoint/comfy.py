@@ -22,9 +22,10 @@ LEAVES = Leaves(input={"input_scale": MULTIPLY}, ignored=frozenset({"comfy_quant
 
 def _object(text: bytes | str, where: str) -> dict[str, Any]:
     try:
-        return mapping(json.loads(text), where)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise CheckpointError(f"{where}: is not JSON") from None
+    return mapping(value, where)
 
 
 class Comfy:

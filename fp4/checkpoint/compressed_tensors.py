@@ -99,18 +99,14 @@ class Groups:
                     check_keys(mapping(group.get(part), f"{place}.{part}"), _SPEC_KEYS, f"{place}.{part}")
             spec = _spec(group, group.get("format") or top, place, f"{self.where} config_groups.{key}")
             targets = listed(group.get("targets"), f"{place}.targets")
-            matches = match_regex_or_exact([t for t in targets if t.startswith("re:") or "." in t], names, place)
+            # a class name is capitalised and has no dot; 'lm_head' is a module, under whatever wrapper the file puts it
+            classes = [t for t in targets if t[:1].isupper() and "." not in t and t not in names.by_spelling]
+            matches = match_regex_or_exact([t for t in targets if t not in classes], names, place)
             plan.count(f"target of {key}", matches)
             for module, pattern in matches.of.items():
                 self._put(self.regex if pattern.startswith("re:") else self.exact, module, spec, place)
-            for target in targets:
-                if target.startswith("re:") or "." in target:
-                    continue
-                if target in names.by_spelling:  # a module without a dot, such as lm_head
-                    for module in names.by_spelling[target]:
-                        self._put(self.exact, module, spec, place)
-                else:
-                    self.classes.append(spec)
+            if classes:
+                self.classes.append(spec)
         if len({s.format for s in self.classes}) > 1:
             raise CheckpointError(
                 f"{plan.place}: {self.where}: two groups target classes with different formats; fp4 cannot see classes in a file"

@@ -22,6 +22,8 @@ _SHARD = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError naming the file."""
+    if not path.is_file() and path.exists():  # a pipe would block for ever
+        raise CheckpointError(f"{path}: is not a regular file")
     try:
         value = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:

@@ -365,6 +365,7 @@ def _fp8(plan: Plan, where: str, name: str, codes: Entry, scale: Entry, spec: Sp
     if leaf is not None:
         parts["input"] = have[leaf]
     parts.update({role: have[leaf] for leaf, role in leaves.others.items() if leaf in have and role == "pre_quant_scale"})
+    check_extras(plan, where, parts, shape)
     return Record(name, "fp8", parts, shape, shape, block=block, origin=spec.origin if spec else "", act=spec.act if spec else None)
 
 

@@ -50,6 +50,12 @@ class MLX:
                 missing.append(scales)
                 continue
             plan.add(self._record(plan, name, scales, fmt))
+        biased = [f"{module}.biases" for module in (n.removesuffix(".weight") for n in plan.records) if f"{module}.biases" in entries]
+        if biased:
+            raise CheckpointError(
+                f"{plan.place}: {plural(len(biased), 'tensor')} of MLX's affine integer mode though config.json quantization says "
+                f"{block.get('mode')!r}, which has none: {shown(biased)}"
+            )
         if missing:
             raise CheckpointError(f"{plan.place}: {plural(len(missing), 'block-scale tensor')} not found: {shown(missing)}")
         if wrong:

@@ -178,6 +178,8 @@ class Settings:
         if block.get("group_size") is not None:
             view["group_size"] = block["group_size"]
         if "with_input_scale" in block:
+            if not isinstance(block["with_input_scale"], bool):
+                raise CheckpointError(f"{where}: with_input_scale is {block['with_input_scale']!r}; need true or false")
             view["with_input_scale"] = block["with_input_scale"]
         if "kv_cache_quant_algo" in block:
             kv = block["kv_cache_quant_algo"]
@@ -201,8 +203,11 @@ class Settings:
                 check_keys(group, _GROUP_KEYS, place)
                 for part in ("weights", "input_activations", "output_activations"):
                     check_keys(mapping(group.get(part), f"{place}.{part}"), _SPEC_KEYS, f"{place}.{part}")
-            if weights.get("group_size") is not None:
-                sizes.add(weights["group_size"])
+            size = weights.get("group_size")
+            if size is not None and type(size) is not int:
+                raise CheckpointError(f"{place}.weights: group_size is {size!r}; need an integer")
+            if size is not None:
+                sizes.add(size)
             inputs.append(group.get("input_activations"))
         if len(sizes) == 1 and view.get("quant_algo") != "MIXED_PRECISION" and "group_size" not in view:
             view["group_size"] = sizes.pop()

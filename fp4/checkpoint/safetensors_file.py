@@ -103,6 +103,8 @@ class SafetensorsFile:
         self.entries: dict[str, Entry] = {}
         self._map: mmap.mmap | None = None
         try:
+            if not self.path.is_file() and self.path.exists():  # a pipe would block for ever, a device has no size
+                raise self._error("is not a regular file; give a .safetensors file")
             with open(self.path, "rb") as handle:
                 self.size = os.fstat(handle.fileno()).st_size
                 self._parse(handle)
@@ -159,12 +161,13 @@ class SafetensorsFile:
         try:
             dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
             bits = DTYPE_BITS[dtype]
-            numel = 1
+            numel = extent = 1
             for n in shape:
-                if type(n) is not int or n < 0 or n >= 1 << 63:
+                if type(n) is not int or n < 0:
                     raise ValueError
                 numel *= n
-            good = type(begin) is int and type(end) is int and 0 <= begin <= end and numel * bits == (end - begin) * 8
+                extent *= n or 1
+            good = extent < 1 << 63 and type(begin) is int and type(end) is int and 0 <= begin <= end and numel * bits == (end - begin) * 8
             if (
                 not good
                 or not name.isprintable()
@@ -190,6 +193,8 @@ class SafetensorsFile:
             return self._error(f"tensor {name[:200]!r} has dtype {str(dtype)[:40]!r}; need one of {', '.join(DTYPE_BITS)}")
         if not isinstance(shape, list) or len(shape) > 64 or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
             return self._error(f"{where} has shape {str(shape)[:80]}; need a list of at most 64 integers from 0 to 2^63 - 1")
+        if not math.prod(shape) and math.prod(n or 1 for n in shape) >= 1 << 63:
+            return self._error(f"{where} has shape {str(shape)[:80]}; it is empty, but its other dimensions overflow 64 bits")
         whole = isinstance(offsets, list) and len(offsets) == 2 and all(type(o) is int for o in offsets)
         if not whole or not 0 <= offsets[0] <= offsets[1]:
             return self._error(f"{where} has data_offsets {str(offsets)[:80]}; need [begin, end] with 0 <= begin <= end")

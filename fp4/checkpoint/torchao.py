@@ -97,13 +97,19 @@ class TorchAO:
         if scale.dtype not in (("F8_E4M3",) if fmt.tensor_scale else ("F8_E8M0", "U8")):
             raise CheckpointError(f"{where}: {scale.name} has dtype {scale.dtype}; {fmt} needs {fmt.scale.name} bytes")
         groups = logical[-1] // fmt.block
-        swizzled = data.get("is_swizzled_scales", False) is True
+        swizzled = data.get("is_swizzled_scales", False)
+        if not isinstance(swizzled, bool):
+            raise CheckpointError(f"{where}: is_swizzled_scales is {swizzled!r}; need true or false")
         need = math.prod(logical[:-1]) * groups
         if swizzled:
             need = math.prod(logical[:-2]) * (-(-logical[-2] // 128) * 128) * (-(-groups // 4) * 4)
-        if math.prod(scale.shape) != need:
+        plain = (*logical[:-1], groups)
+        if math.prod(scale.shape) != need or (not swizzled and len(scale.shape) > 1 and scale.shape != plain):
             order = "in 128x4 tiles" if swizzled else "row-major"
-            raise CheckpointError(f"{where}: {scale.name} has shape {list(scale.shape)}; {list(logical)} {order} needs {need} bytes")
+            raise CheckpointError(
+                f"{where}: {scale.name} has shape {list(scale.shape)}; {list(logical)} {order} needs {need} bytes, "
+                f"{list(plain)} if is_swizzled_scales is false"
+            )
         for role in ("global", "input"):
             if role in parts and (entries[parts[role]].dtype not in ("F32", "BF16", "F16") or math.prod(entries[parts[role]].shape) != 1):
                 entry = entries[parts[role]]

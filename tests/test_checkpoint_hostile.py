@@ -1,0 +1,127 @@
+"""Files that lie in ways which the format allows: flags that contradict shapes, targets of modules, overflowing empty tensors, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import checkpoint_builder as cb
+import pytest
+import torch
+
+import fp4
+
+L = cb.L
+pytestmark = pytest.mark.filterwarnings("ignore::fp4.checkpoint.CheckpointWarning")
+
+
+def refused(path: Path, match: str) -> None:
+    with pytest.raises(fp4.CheckpointError, match=match) as caught:
+        fp4.open_checkpoint(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [[1 << 40, 1 << 40, 0], [0, 1 << 62, 1 << 62], [1 << 62, 1 << 62, 1 << 62, 0]])
+@pytest.mark.parametrize("dtype", ["U8", "F32", "F4", "F8_E8M0"])
+def test_empty_tensor_whose_other_dimensions_overflow(tmp_path: Path, shape: list[int], dtype: str) -> None:
+    path = cb.raw_file(tmp_path / "model.safetensors", {"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}})
+    refused(path, "overflow 64 bits")
+
+
+@pytest.mark.parametrize("shape", [[0], [0, 5], [1 << 40, 0], [0] * 10])
+def test_empty_tensor_is_fine(tmp_path: Path, shape: list[int]) -> None:
+    path = cb.raw_file(tmp_path / "model.safetensors", {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}})
+    with fp4.open_checkpoint(path) as ck:
+        assert list(ck.dequantize("a").shape) == shape
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    refused(tmp_path, "not a regular file")
+    refused(tmp_path / name, "not a regular file")
+
+
+def torchao_with(changes: dict[str, Any], module: str = "mlp.gate_proj") -> cb.Example:
+    """Example H with other metadata of one tensor; gate_proj's 128 x 4 scales have the same size in tiles and in rows."""
+    ex = cb.torchao()
+    assert ex.metadata is not None
+    value = json.loads(ex.metadata[f"{L}{module}.weight"])
+    value["_data"].update(changes)
+    ex.metadata[f"{L}{module}.weight"] = json.dumps(value)
+    return ex
+
+
+def test_torchao_flag_that_contradicts_the_shape(tmp_path: Path) -> None:
+    refused(torchao_with({"is_swizzled_scales": False}).write(tmp_path), r"\[32, 16\].*\[128, 4\] if is_swizzled_scales is false")
+
+
+@pytest.mark.parametrize("flag", [None, "true", 1])
+def test_torchao_flag_that_is_no_flag(tmp_path: Path, flag: Any) -> None:
+    refused(torchao_with({"is_swizzled_scales": flag}).write(tmp_path), "is_swizzled_scales is .*; need true or false")
+
+
+def lm_head_only(prefix: str, targets: list[str]) -> cb.Example:
+    """compressed-tensors whose one group names lm_head: all else is BF16."""
+    ex = cb.compressed_tensors()
+    head, gate = f"{prefix}lm_head", f"{L}self_attn.q_proj"
+    tensors = {f"{head}.{leaf}": ex.tensors[f"{gate}.{leaf}"] for leaf in ("weight_packed", "weight_scale", "weight_global_scale")}
+    tensors[f"{head}.input_global_scale"] = cb.f32(2.0, (1,))
+    want = {f"{head}.weight": ex.want[f"{gate}.weight"]}
+    for name, n, k in cb.LINEARS:
+        tensors[f"{prefix}{L}{name}.weight"] = want[f"{prefix}{L}{name}.weight"] = torch.ones(n, k, dtype=torch.bfloat16)
+    return cb.Example(tensors, want, cb.model_config(**cb.ct_config([cb.ct_group(targets=targets)], ignore=[])))
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_target_without_a_dot_is_a_module_and_no_class(tmp_path: Path, prefix: str) -> None:
+    ex = lm_head_only(prefix, ["lm_head"])
+    with fp4.open_checkpoint(ex.write(tmp_path)) as ck:
+        for name, value in ex.want.items():
+            assert torch.equal(ck.dequantize(name), value.float()), name
+
+
+def test_target_that_names_nothing_is_warned_of(tmp_path: Path) -> None:
+    with fp4.open_checkpoint(lm_head_only("", ["lm_head", "score"]).write(tmp_path)) as ck:
+        assert any("score" in w and "matched no module" in w for w in ck.warnings)
+
+
+def test_mlx_biases_beside_a_mode_without_them(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": cb.codes(32, 64).view(torch.uint32),
+        "a.scales": cb.e8m0_scales(32, 64),
+        "a.biases": torch.zeros(32, 2, dtype=torch.bfloat16),
+    }
+    ex = cb.Example(tensors, config={"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}})
+    refused(ex.write(tmp_path), "affine integer mode.*a.biases")
+
+
+@pytest.mark.parametrize("size", [[], {}, "16", 16.0])
+def test_modelopt_group_size_of_another_type(tmp_path: Path, size: Any) -> None:
+    ex = cb.modelopt()
+    ex.config = cb.flat_config(config_groups={"group_0": {"weights": {"group_size": size}, "targets": ["Linear"]}})
+    refused(ex.write(tmp_path), "group_size is .*; need an integer")
+
+
+def test_modelopt_with_input_scale_of_another_type(tmp_path: Path) -> None:
+    ex = cb.modelopt()
+    ex.nested = cb.nested_config(with_input_scale={})
+    refused(ex.write(tmp_path), "with_input_scale is {}; need true or false")
+
+
+def test_pre_quant_scale_of_an_fp8_module_is_checked(tmp_path: Path) -> None:
+    module = f"{L}self_attn.o_proj"
+    tensors = {
+        f"{module}.weight": cb.fp8_weight(64, 64),
+        f"{module}.weight_scale": cb.f32(0.5),
+        f"{module}.pre_quant_scale": torch.ones(32, dtype=torch.bfloat16),
+    }
+    ex = cb.Example(tensors, nested=cb.nested_config("FP8", exclude=[], group=None))
+    refused(ex.write(tmp_path), r"pre_quant_scale has shape \[32\]; need \[64\]")
+
+
+def test_comfy_marker_that_is_no_object(tmp_path: Path) -> None:
+    refused(cb.Example({"a.comfy_quant": torch.tensor(list(b"[1]"), dtype=torch.uint8)}).write(tmp_path), "is list; need an object")
