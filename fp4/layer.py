@@ -209,7 +209,16 @@ def explain(
     unknown = sorted(set(sizes) - known)
     if unknown:
         raise FormatMismatch(f"explain: unknown size {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    ranking = registry.rank(Problem(op=op, format=formats.get(format), device=Device.of(device), **sizes))
+    fmt = formats.get(format)
+    for name in ("n", "k", "experts", "hidden", "intermediate", "topk"):
+        value = sizes.get(name)
+        if value is not None and (type(value) is not int or not 0 < value < 1 << 63):
+            raise FormatMismatch(f"explain: {name} is {value!r}; need a positive 64-bit number, or None when it is not known")
+        if value is not None and name in ("k", "hidden", "intermediate") and value % fmt.block:
+            raise FormatMismatch(f"explain: {name} is {value}; {fmt} needs a multiple of its block {fmt.block}")
+    if (sizes.get("topk") or 0) > (sizes.get("experts") or 1 << 63):
+        raise FormatMismatch(f"explain: topk is {sizes['topk']} of {sizes['experts']} experts; need at most that many")
+    ranking = registry.rank(Problem(op=op, format=fmt, device=Device.of(device), **sizes))
     print(ranking)
     return ranking
 

@@ -67,7 +67,8 @@ class StoredQuantized:
 
     def restore(self) -> QuantizedTensor:
         """The same tensor with plain scales."""
-        plain = self.scale.restore().reshape(*self.codes.shape[:-1], -1)
+        columns = self.codes.shape[-1] * self.format.codes_per_byte // self.format.block  # no -1: there may be no rows
+        plain = self.scale.restore().reshape(*self.codes.shape[:-1], columns)
         return QuantizedTensor(self.format, self.codes, plain, self.global_scale, self.shape, self.axis, self.recipe)
 
 
@@ -78,6 +79,8 @@ def _check_input(x: Any, fmt: Format, axis: int, where: str) -> torch.Tensor:
     if x.dtype not in _FLOATS:
         hint = "round it to float32 yourself, so that the loss is visible" if x.dtype == torch.float64 else "convert it"
         raise FormatMismatch(f"{where}: x is {x.dtype}; need float32, bfloat16 or float16; {hint}")
+    if x.layout != torch.strided:
+        raise FormatMismatch(f"{where}: x is {x.layout}; need a dense tensor; call x.to_dense()")
     if x.ndim == 0:
         raise FormatMismatch(f"{where}: x is a scalar; need at least one dimension, of a multiple of {fmt.block} elements")
     if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
@@ -103,6 +106,11 @@ def _second_level(value: Any, name: str, x: torch.Tensor, fmt: Format, where: st
     if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise FormatMismatch(f"{where}: {name} is {got}; need a float32 multiplier, [] or [experts] (bfloat16 and float16 are widened)")
+    if not torch.compiler.is_compiling() and type(value) is torch.Tensor and value.device.type == "cpu":  # on a GPU: a synchronisation
+        wide = value.to(torch.float32)
+        if not bool(((wide > 0) & (wide < torch.inf)).all()):
+            shown = f"{float(wide):g}" if wide.numel() == 1 else str([float(f"{v:g}") for v in wide.flatten()[:4].tolist()])
+            raise FormatMismatch(f"{where}: {name} is {shown}; need positive finite float32 numbers")
     scale: torch.Tensor = value.to(device=x.device, dtype=torch.float32)
     if scale.numel() == 1:
         return scale.reshape(())
@@ -221,6 +229,11 @@ def _arguments(
 ) -> tuple[torch.Tensor, Format, Recipe, torch.Tensor | None, torch.Tensor | None, bool]:
     fmt = formats.get(format)
     how = recipe_module.get(recipe, fmt.name)
+    if fmt.scale.signed and max(how.zero_byte, how.underflow_byte) >= fmt.scale.nan_codes[0]:
+        raise Fp4Error(
+            f"{where}: recipe {how.name} has zero_byte {how.zero_byte} and underflow_byte {how.underflow_byte}; {fmt.scale.name} scales are "
+            f"finite and not negative up to {fmt.scale.nan_codes[0] - 1}"
+        )
     last = _check_input(x, fmt, axis, where)
     per_expert = isinstance(global_scale, str)
     if per_expert and (global_scale != "per_expert" or not fmt.tensor_scale or last.ndim < 3):

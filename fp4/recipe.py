@@ -11,6 +11,7 @@ one float32 operation, rounded by itself, never fused.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -105,13 +106,21 @@ class Recipe:
             value = getattr(self, name)
             if value not in legal:
                 raise Fp4Error(f"Recipe {self.name}: {name} is {value!r}; need one of {', '.join(legal)}")
+        if not isinstance(self.name, str):
+            raise Fp4Error(f"Recipe: name is {self.name!r}; need a string")
         for name in ("zero_byte", "underflow_byte", "ue8m0_floor"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value <= 254:
+            if type(value) is not int or not 0 <= value <= 254:
                 raise Fp4Error(f"Recipe {self.name}: {name} is {value!r}; need an integer from 0 to 254")
-        for name in ("elem_max", "scale_max", "global_zero"):
-            if not getattr(self, name) > 0:
-                raise Fp4Error(f"Recipe {self.name}: {name} is {getattr(self, name)!r}; need a positive number")
+        for name in ("flush", "ue8m0_zero"):
+            if not isinstance(getattr(self, name), bool):
+                raise Fp4Error(f"Recipe {self.name}: {name} is {getattr(self, name)!r}; need True or False")
+        for name in ("elem_max", "scale_max", "global_zero", "scale_floor", "global_floor", "amax_floor"):
+            value, floor = getattr(self, name), name.endswith("_floor")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and not floor):
+                need = "zero or a positive finite number" if floor else "a positive finite number"
+                raise Fp4Error(f"Recipe {self.name}: {name} is {value!r}; need {need}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self._values() == other._values()
@@ -151,12 +160,16 @@ class _Recipes(Mapping[str, Recipe]):
         return list(_PRESETS)
 
     def __getitem__(self, name: str) -> Recipe:
-        if name not in _PRESETS:
+        if not isinstance(name, str) or name not in _PRESETS:
             raise Fp4Error(f"recipes: {name!r} is not known; need one of {', '.join(_PRESETS)}, or a Recipe")
         return _PRESETS[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in _PRESETS
+        return isinstance(name, str) and name in _PRESETS
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The preset, or ``default`` for an unknown name, as of any mapping."""
+        return self[name] if name in self else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(_PRESETS)
@@ -194,7 +207,12 @@ def get(recipe: str | Recipe, format: str = "") -> Recipe:
 
 @lru_cache(maxsize=256)
 def _from_json(text: str) -> Recipe:
-    return Recipe(**json.loads(text))
+    try:
+        return Recipe(**json.loads(text))
+    except Fp4Error:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Fp4Error(f"recipe: {text[:200]!r} is no Recipe.key ({error}); need a preset's name or a Recipe") from None
 
 
 def _preset(name: str, proof: str, **choices: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,7 +66,11 @@ class QuantizedTensor:
         moved = (*codes.shape[:-1], k)
         if not self.shape:
             object.__setattr__(self, "shape", moved)
-        shape = tuple(int(n) for n in self.shape)
+        try:
+            shape = tuple(int(operator.index(n)) for n in self.shape)
+            operator.index(self.axis)
+        except TypeError:
+            raise FormatMismatch(f"{where}: shape is {self.shape!r} and axis {self.axis!r}; need whole numbers") from None
         object.__setattr__(self, "shape", shape)
         if not -len(shape) <= self.axis < len(shape):
             raise FormatMismatch(f"{where}: axis {self.axis} is outside shape {shape}")

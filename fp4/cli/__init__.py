@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from fp4.cli.app import app
     from fp4.errors import Fp4Error
 
+    if hasattr(sys.stdout, "reconfigure"):  # names of tensors may hold what the terminal's encoding cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     # typer uses click's classes, from the package click or from its own copy: take them from a class that it exports
     usage_error: Any = typer.BadParameter.__bases__[0]
     click_exception: Any = usage_error.__bases__[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fp4
-from fp4 import formats
+from fp4 import formats, recipe
 from fp4.cli.table import table
 from fp4.errors import CheckpointError, FormatMismatch, Fp4Error
 
@@ -19,6 +19,8 @@ __all__ = ["load", "measure", "random_tensors", "render"]
 
 def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """f32 [512, 1024]: normal, Laplace, Student t (4 degrees of freedom), and normal with 1 % outliers of 20 times the size."""
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise Fp4Error(f"error: --seed is {seed}; need a 64-bit number")
     g = torch.Generator().manual_seed(seed)
     shape = (512, 1024)
     normal = torch.randn(shape, generator=g)
@@ -54,6 +56,8 @@ def measure(
     bytes share a row: ``recipes`` lists them.
     """
     rows: list[dict[str, Any]] = []
+    for name in recipe_names or ():
+        recipe.get(name)  # an unknown name is bad usage; a known one that does not fit a format is a note
     for f in [formats.get(n) for n in format_names or formats.names()]:
         for label, x in tensors.items():
             if x.shape[-1] % f.block:

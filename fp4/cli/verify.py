@@ -9,6 +9,7 @@ import torch
 
 import fp4
 from fp4.cli.table import table
+from fp4.errors import Fp4Error
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["collect", "compare", "render"]
@@ -54,6 +55,8 @@ def compare(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> tuple[bool, s
 
 def collect(a: Path, b: Path, tolerance: float) -> dict[str, Any]:
     """Compare every tensor of both; nothing is skipped in silence."""
+    if not tolerance >= 0:  # NaN too: no error is within it
+        raise Fp4Error(f"verify: --tolerance is {tolerance:g}; need a number of 0 or more")
     rows: list[dict[str, Any]] = []
     with fp4.open_checkpoint(a) as left, fp4.open_checkpoint(b) as right:
         names = [*left.names(), *(n for n in right.names() if n not in left)]

@@ -112,6 +112,8 @@ class Device:
             return _CPU if d.type == "cpu" else Device(kind=d.type, name=d.type)
         if not torch.cuda.is_available():
             raise Fp4Error(f"device: {d} was asked for and torch sees no CUDA device; install a CUDA build of torch or use 'cpu'")
+        if d.index is not None and d.index >= torch.cuda.device_count():
+            raise Fp4Error(f"device: {d} was asked for and torch sees {torch.cuda.device_count()} CUDA devices")
         return _cuda(torch.cuda.current_device() if d.index is None else d.index)
 
     @staticmethod
@@ -151,7 +153,7 @@ _CPU = Device("cpu", name="cpu")
 
 def _parse_sm(text: str) -> Capability:
     digits = text.lower().removeprefix("sm").lstrip("_")
-    if not digits.isdigit() or len(digits) < 2:
+    if not (digits.isascii() and digits.isdigit()) or not 2 <= len(digits) <= 4:
         raise Fp4Error(f"device: {text!r} is no capability; need 'sm90', 'sm120' ...")
     return Capability(int(digits[:-1]), int(digits[-1]))
 
