@@ -169,7 +169,7 @@ class _Recipes(Mapping[str, Recipe]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """The preset, or ``default`` for an unknown name, as of any mapping."""
-        return self[name] if name in self else default
+        return _PRESETS.get(name, default) if isinstance(name, str) else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(_PRESETS)
