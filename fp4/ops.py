@@ -231,7 +231,7 @@ def _arguments(
     how = recipe_module.get(recipe, fmt.name)
     if fmt.scale.signed and max(how.zero_byte, how.underflow_byte) >= fmt.scale.nan_codes[0]:
         raise Fp4Error(
-            f"{where}: recipe {how.name} has zero_byte {how.zero_byte} and underflow_byte {how.underflow_byte}; {fmt.scale.name} scales are "
+            f"{where}: recipe {how.name} has zero_byte {how.zero_byte} and underflow_byte {how.underflow_byte}; {fmt.scale.name} bytes are "
             f"finite and not negative up to {fmt.scale.nan_codes[0] - 1}"
         )
     last = _check_input(x, fmt, axis, where)
