@@ -18,14 +18,6 @@ import fp4
 from fp4.tensor import QuantizedTensor
 
 
-def stack(experts: list[QuantizedTensor]) -> QuantizedTensor:
-    """Per-expert weights [n, k] as one [experts, n, k] tensor, each expert with its own global scale."""
-    scales = [q.global_scale for q in experts]
-    second = None if scales[0] is None else torch.stack([s for s in scales if s is not None])
-    codes, scale = torch.stack([q.codes for q in experts]), torch.stack([q.scale for q in experts])
-    return QuantizedTensor(format=experts[0].format, codes=codes, scale=scale, global_scale=second)
-
-
 class TinyModel:
     """``TinyModel(folder)(input_ids [t]) -> logits f32 [t, vocab]``. ``backend`` goes to fp4.prepare and fp4.prepare_moe."""
 
@@ -73,7 +65,7 @@ class TinyModel:
             each = {}
             for part in ("gate_proj", "up_proj", "down_proj"):
                 names = [f"{module}.{e}.{part}.weight" for e in range(count)]
-                each[part] = stack([self.ck[n] for n in names])
+                each[part] = fp4.fuse.stack([self.ck[n] for n in names])
                 self.quantized |= set(names)
             pair = (each["gate_proj"], each["up_proj"])
             ready = fp4.prepare_moe(pair, each["down_proj"], gate_up="gate_up", activation=fp4.SiLU(), **keep)

@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+    return sorted({*__all__, *(n for n in globals() if n.startswith("__"))})
 
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors

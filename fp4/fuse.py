@@ -19,7 +19,7 @@ from fp4.errors import FormatMismatch, Unsupported
 from fp4.formats import E4M3
 from fp4.tensor import QuantizedTensor
 
-__all__ = ["expert_range", "fold_gate_up", "fuse", "rescale", "shard", "shard_bias", "split_sizes"]
+__all__ = ["expert_range", "fold_gate_up", "fuse", "rescale", "shard", "shard_bias", "slice_experts", "split_sizes", "stack"]
 
 
 def rescale(scale: torch.Tensor, exponent: torch.Tensor | int) -> torch.Tensor | None:
@@ -90,6 +90,41 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     has = any(q.global_scale is not None for q in parts)
     codes = torch.cat([q.codes for q in parts], -2)
     return QuantizedTensor(first.format, codes, torch.cat(best, -2), chosen.clone() if has else None, recipe=first.recipe)
+
+
+def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """One weight an expert, ``[n, k]`` each -> ``[experts, n, k]`` with the global scale of each, value for value equal to the parts.
+
+    For checkpoints that name every expert (Qwen3-MoE, DeepSeek): ``prepare_moe((stack(gates), stack(ups)), stack(downs), ...)``. The
+    activation scale is kept as ``[experts]`` when every expert has one. Raises FormatMismatch when formats or shapes differ, when a
+    part has an expert dimension already, or when only some parts have a global or an activation scale.
+    """
+    if not experts:
+        raise FormatMismatch("stack: no tensors; need at least one")
+    first = experts[0]
+    for i, q in enumerate(experts):
+        if q.format != first.format or q.shape != first.shape or q.axis % len(q.shape) != first.axis % len(first.shape):
+            raise FormatMismatch(f"stack: expert {i} is {q}, expert 0 is {first}; need one format and shape")
+        if q.codes.ndim != 2:
+            raise FormatMismatch(f"stack: expert {i} is {q}; need [n, k]")
+
+    def second(name: str) -> torch.Tensor | None:
+        have = [s for s in (getattr(q, name) for q in experts) if s is not None]
+        if len(have) not in (0, len(experts)):
+            raise FormatMismatch(f"stack: {len(have)} of {len(experts)} experts have a {name}; need all or none")
+        return torch.stack([s.reshape(()) for s in have]) if have else None
+
+    return QuantizedTensor(
+        first.format,
+        torch.stack([q.codes for q in experts]),
+        torch.stack([q.scale for q in experts]),
+        second("global_scale"),
+        shape=(len(experts), *first.shape),
+        axis=1 + first.axis % 2,
+        recipe=first.recipe,
+        input_scale=second("input_scale"),
+        gate_up=first.gate_up,
+    )
 
 
 def fold_gate_up(w13: QuantizedTensor, scales: torch.Tensor, order: str) -> tuple[QuantizedTensor, torch.Tensor] | None:

@@ -171,6 +171,35 @@ def test_dequantize_and_verify(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "input_scale" in out
 
 
+def test_verify_follows_the_low_rank_branch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The weight of an SVD export is codes, smoothing vector and branch: what dequantize writes is what verify compares."""
+    ck = Path(__file__).parent / "data" / "checkpoints" / "modelopt" / "nvfp4_svd"
+    assert _run(capsys, "dequantize", ck, tmp_path / "plain", "--dtype", "float32", "--quiet")[0] == 0
+    status, out, _ = _run(capsys, "verify", ck, tmp_path / "plain")
+    assert (status, "; 0 differ" in out) == (0, True), out
+    assert _run(capsys, "verify", ck, tmp_path / "plain", "--no-fold")[0] == 1
+
+    # the same codes and scales with another branch are another weight
+    changed = shutil.copytree(ck, tmp_path / "changed")
+    tensors = load_file(changed / "model.safetensors")
+    name = min(n for n in tensors if n.endswith("lora_a"))
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    status, out, _ = _run(capsys, "verify", ck, changed)
+    assert (status, "; 1 differ" in out) == (1, True), out
+
+
+def test_verify_counts_missing_tensors_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ck = _checkpoint(tmp_path / "a")
+    fewer = shutil.copytree(ck, tmp_path / "b")
+    tensors = load_file(fewer / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, fewer / "model.safetensors", metadata={"format": "pt"})
+    status, out, _ = _run(capsys, "verify", ck, fewer)
+    assert status == 1
+    assert out.strip().endswith("; 0 differ; 1 in one of the two only"), out
+
+
 def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ck = _checkpoint(tmp_path / "a")
     assert "/nowhere" in _bad(capsys, "inspect", "/nowhere")

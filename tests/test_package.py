@@ -70,3 +70,8 @@ def test_every_data_file_is_packaged() -> None:
 def test_ref_never_imports_gpu() -> None:
     for path in sorted((ROOT / "fp4" / "ref").glob("*.py")):
         assert not re.search(r"^\s*(?:from|import) fp4\.gpu", path.read_text(), re.M), path
+
+
+def test_dir_lists_the_public_names_only() -> None:
+    names = json.loads(_python("import json, fp4; fp4.layouts, fp4.quantize; print(json.dumps([dir(fp4), fp4.__all__]))"))
+    assert {n for n in names[0] if not n.startswith("_")} == {n for n in names[1] if not n.startswith("_")}

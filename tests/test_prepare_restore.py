@@ -226,3 +226,9 @@ def test_prepared_carries_what_it_is() -> None:
     assert p.backend in repr(p)
     tuned = fp4.prepare(random_weight(5, "mxfp4", 4096, 4096), "triton", device=Device.of("sm90"))
     assert tuned.nbytes <= 1.02 * 4096 * 4096 * (1 / 2 + 1 / 32)  # no second copy of anything
+
+
+def test_saving_into_a_missing_folder_says_so(tmp_path: Path) -> None:
+    w = fp4.prepare(fp4.quantize(torch.randn(16, 32), "mxfp4"), device="cpu")
+    with pytest.raises(fp4.Fp4Error, match=r"save: .*does not exist"):
+        w.save(tmp_path / "missing" / "w.safetensors")

@@ -13,6 +13,7 @@ from layer_cases import random_weight
 
 import fp4
 from fp4 import fuse
+from fp4.errors import FormatMismatch
 from fp4.formats import E4M3
 from fp4.gpu.storage import reorder_gate_up
 from fp4.ref.matmul import weight
@@ -231,3 +232,21 @@ def test_expert_ranges() -> None:
         fp4.prepare_moe(w13, w2, gate_up="gate_up", local_experts=(2, 9))
     with pytest.raises(fp4.FormatMismatch, match="4 experts given; need all 16 or the 2"):
         fp4.prepare_moe(w13, w2, gate_up="gate_up", local_experts=(2, 4), num_experts=16)
+
+
+def test_stack_keeps_every_value_and_refuses_what_does_not_fit() -> None:
+    parts = [fp4.quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(e)) * 4.0**e, "nvfp4") for e in range(3)]
+    parts = [replace(q, input_scale=torch.tensor(0.1 * (e + 1))) for e, q in enumerate(parts)]
+    both = fp4.fuse.stack(parts)
+    assert both.shape == (3, 32, 64)
+    assert torch.equal(fp4.dequantize(both), torch.stack([fp4.dequantize(q) for q in parts]))
+    assert both.input_scale is not None
+    assert both.input_scale.tolist() == [q.input_scale.item() for q in parts if q.input_scale is not None]
+
+    across = [fp4.quantize(torch.randn(64, 32), "mxfp4", axis=0) for _ in range(2)]
+    assert torch.equal(fp4.dequantize(fp4.fuse.stack(across)), torch.stack([fp4.dequantize(q) for q in across]))
+
+    other = fp4.quantize(torch.randn(16, 64), "nvfp4")
+    for wrong in ([], [parts[0], other], [parts[0], replace(parts[1], input_scale=None)], [both, both]):
+        with pytest.raises(FormatMismatch, match="stack: "):
+            fp4.fuse.stack(wrong)

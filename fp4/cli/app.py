@@ -137,12 +137,13 @@ def verify(
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, quantised or not")],
     b: Annotated[Path, typer.Argument(metavar="B", help="another one")],
     tolerance: Annotated[float, typer.Option(help="largest relative Frobenius error of a tensor; 0: equal values")] = 0.0,
+    fold: Annotated[bool, typer.Option(help="apply pre_quant_scale and low-rank branches, as dequantize does")] = True,
     json: Json = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor by the values they mean. Exit status 1 on a difference."""
     from fp4.cli import verify as module
 
-    report = module.collect(a, b, tolerance)
+    report = module.collect(a, b, tolerance, fold=fold)
     print(dump(report) if json else module.render(report))
     if report["different"]:
         raise typer.Exit(1)

@@ -32,9 +32,11 @@ def _digest(about: dict[str, Any], arrays: dict[str, torch.Tensor]) -> str:
 
 
 def write(p: Any, path: str | Path) -> None:
-    """Write a Prepared or PreparedMoE."""
+    """Write a Prepared or PreparedMoE. Raises Fp4Error when the folder does not exist."""
     from safetensors.torch import save_file
 
+    if not Path(path).parent.is_dir():
+        raise Fp4Error(f"save: {path}: the folder {Path(path).parent} does not exist; make it first")
     arrays = {n: t.contiguous() for n, t in p.arrays.items()}
     about = {
         "fp4_prepared": _VERSION,
