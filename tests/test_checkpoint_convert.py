@@ -10,19 +10,15 @@ from typing import Any
 import checkpoint_builder as cb
 import pytest
 import torch
+from convert_cases import CT, GO, MO, ONCE, SAMPLES, TWICE, same, stored
 
 import fp4
 from fp4.checkpoint import convert as module
 from fp4.checkpoint.convert import ConversionRefused, convert_checkpoint
-from fp4.checkpoint.index import Store
 from fp4.checkpoint.weights import Scalar
+from fp4.cli import main
 from fp4.cli.verify import collect
 from fp4.errors import CheckpointError
-
-SAMPLES = Path(__file__).parent / "data" / "checkpoints"
-MO, CT, GO = "modelopt", "compressed-tensors", "gpt-oss"
-#: largest relative change of a float32 by one reciprocal, and by two with the reading's own
-ONCE, TWICE = 2.0**-24, 3 * 2.0**-24
 
 
 @pytest.fixture(autouse=True)
@@ -30,19 +26,6 @@ def _quiet() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp4.checkpoint.CheckpointWarning)
         yield
-
-
-def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Name -> (dtype, shape, bytes) of everything in a checkpoint."""
-    store = Store.open(folder)
-    out = {n: (e.dtype, e.shape, store.bytes(n).contiguous().numpy().tobytes()) for n, e in store.entries.items()}
-    store.close()
-    return out
-
-
-def same(a: Path, b: Path, tolerance: float = 0.0) -> None:
-    report = collect(a, b, tolerance)
-    assert not report["different"], [r for r in report["tensors"] if not r["same"]][:3]
 
 
 #: sample, target, exactness of its quantised tensors
@@ -203,3 +186,87 @@ def test_refused_before_anything_is_written(sample: str, to: str, why: str, tmp_
         convert_checkpoint(SAMPLES / sample, tmp_path / "out", to)
     assert caught.value.report.count("refused")
     assert not list(tmp_path.iterdir())
+
+
+# writing
+
+
+def test_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        convert_checkpoint(SAMPLES / "modelopt" / "nvfp4", tmp_path / "out", CT)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_run_leaves_nothing(error: Any, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 9:
+            seen.append(sorted(p.name for p in next(tmp_path.glob(".out.partial-*")).iterdir()))
+            raise error
+
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):
+        convert_checkpoint(SAMPLES / "modelopt" / "nvfp4", tmp_path / "out", CT, progress=stop, shard_bytes=4000)
+    assert not list(tmp_path.iterdir())
+    assert seen
+    assert all(name.endswith(".part") for name in seen[0]), "half-written shards have temporary names"
+
+
+def test_shards_and_index(tmp_path: Path) -> None:
+    source = SAMPLES / "modelopt" / "nvfp4_qwen3moe"
+    report = convert_checkpoint(source, tmp_path / "out", CT, shard_bytes=6000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert index["metadata"]["total_size"] == report.bytes_out
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(report.files)
+    same(source, tmp_path / "out", TWICE)
+
+
+def test_memory_is_one_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chunk that reaches the disk is larger than one expert, taken apart, transposed or put together."""
+    ex = cb.gpt_oss()
+    source = ex.write(tmp_path / "in")
+    largest: list[int] = []
+    monkeypatch.setattr("fp4.checkpoint.output._write", lambda handle, data: largest.append(memoryview(data).nbytes) or handle.write(data))
+    for i, to in enumerate((MO, CT)):
+        convert_checkpoint(source, tmp_path / str(i), to)
+        convert_checkpoint(tmp_path / str(i), tmp_path / f"{i}-back", GO)
+    assert max(n for n in largest if n > 5000) <= max(192 * 32, 64 * 64 * 2)
+
+
+# the command
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    status = main([str(a) for a in args])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = SAMPLES / "modelopt" / "nvfp4"
+    status, out, err = run(capsys, "convert", source, tmp_path / "ct", "--to", CT, "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["counts"] == {"bit-exact": 0, "value-exact": 0, "rounded": 7, "lossy": 0, "refused": 0}
+    assert 0 < report["max_scale_change"] < ONCE
+    status, out, err = run(capsys, "convert", source, tmp_path / "go", "--to", GO, "--json")
+    assert status == 1
+    assert json.loads(out)["counts"]["refused"] == 7
+    assert err.startswith("fp4: convert: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "go").exists()
+    for bad in (
+        (source, tmp_path / "x", "--to", "gguf"),
+        (source, tmp_path / "ct", "--to", CT),
+        (tmp_path / "no", tmp_path / "x", "--to", MO),
+    ):
+        status, out, err = run(capsys, "convert", *bad)
+        assert (status, out) == (2, "")
+        assert err.startswith("fp4: ")
+        assert err.count("\n") == 1
+    status, out, err = run(capsys, "convert", source, tmp_path / "again", "--to", CT, "--quiet")
+    assert status == 0
+    assert "7 rounded" in out

@@ -6,6 +6,7 @@ report says of every tensor whether that is exact.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
-from fp4.checkpoint.base import Checkpoint
+from fp4.checkpoint.base import Checkpoint, natural
 from fp4.checkpoint.convert_report import ConversionRefused, ConvertReport, TensorReport
 from fp4.checkpoint.experts import join, join_bias, split, split_bias
 from fp4.checkpoint.linear import FLOATS, plural, shown
 from fp4.checkpoint.output import Blob, check_target, stored, strip_quantization, write_model
 from fp4.checkpoint.record import Record
-from fp4.checkpoint.weights import Loader, Scalar, View, Weight, cast, cast_exponent, read_scalars
+from fp4.checkpoint.weights import Loader, Scalar, View, Weight, cast_codes, cast_exponent, read_scalars
 from fp4.checkpoint.write_compressed_tensors import CompressedTensorsWriter
 from fp4.checkpoint.write_gptoss import GptOssWriter
 from fp4.checkpoint.write_modelopt import ModelOptWriter
@@ -127,6 +128,7 @@ class _Conversion:
         for weight in self.weights:
             blobs += self.writer.blobs(self.loader, weight)
         blobs += self._cache()
+        blobs.sort(key=lambda blob: natural(blob.name))
         configs = self._configs(plain)
         self._left_over(report)
 
@@ -174,8 +176,8 @@ class _Conversion:
                 self.weights.append(self._refused(record, "is a matrix whose name does not end in .weight"))
             else:
                 self._add(record.name.removesuffix(".weight"), [(View(record),)])
-        elif record.kind == "fp8" or len(record.logical) != 3:
-            self.weights.append(self._refused(record, f"is {_format(record)} of {len(record.logical)} dimensions"))
+        elif record.kind == "fp8" or len(record.logical) != 3 or not record.logical[0]:
+            self.weights.append(self._refused(record, f"is {_format(record)} {list(record.logical)}, which has no name there"))
         elif wish or (wish is None and record.codes_order == "k_n"):
             self._add(record.name, [(View(record, e),) for e in range(record.logical[0])], stacked=True)
         else:
@@ -206,6 +208,11 @@ class _Conversion:
                 weight.refused = f"has {len(found)} different {what} scales; {self.writer.name} stores one for a stacked tensor"
             elif found:
                 setattr(weight, attribute, found[0])
+                number = found[0].stored(self.writer.divides)[0]
+                if not 0 < number < math.inf and (role == "input" or found[0].multiplier):
+                    weight.refused = f"has a scale of {found[0].multiplier:g}, which cannot be written as {self.writer.name} stores it"
+                elif role == "input" and not found[0].multiplier:
+                    weight.refused = "has an activation scale of 0"
 
     def _scalars(self, views: list[tuple[View, ...]], role: str) -> list[Scalar]:
         """The different scalars of a weight's rows."""
@@ -238,6 +245,8 @@ class _Conversion:
             exponent = cast_exponent(self.loader, members)
             for weight in members:
                 weight.lost = sum(self._lost(weight, e, exponent) for e in range(len(weight.views)))
+                if weight.act:
+                    weight.notes.append(f"activations are left unquantised: the source's {weight.act} has no calibrated scale for NVFP4")
                 weight.format, weight.cast, weight.act = "nvfp4", exponent, None
                 weight.second = Scalar(2.0**exponent)
                 if weight.lost and not self.lossy:
@@ -249,7 +258,7 @@ class _Conversion:
         scale = self.loader.scale(weight, e)
         if not scale.numel() or int(scale.min()) - 127 - exponent >= -9:
             return 0
-        return cast(*self.loader.part(weight, e), exponent)[2]
+        return cast_codes(self.loader.codes(weight, e), scale, exponent)[1]
 
     # everything that is not quantised
 

@@ -89,9 +89,12 @@ def split_bias(ck: Checkpoint, name: str, heads: dict[str, str | None]) -> list[
     if found is None or found["head"] not in heads:
         return None
     entry = ck.store.entries[name]
-    experts, n = entry.shape[0], entry.shape[1]
+    if len(entry.shape) != 2:
+        return None
+    experts, n = entry.shape
     parts = {"down_proj": (slice(None), 0)} if found["leaf"] == "down_proj" else slices(heads[found["head"]], n)
-    assert parts is not None
+    if parts is None:
+        return None
 
     def blob(e: int, leaf: str, rows: slice) -> Blob:
         def chunks() -> Iterator[torch.Tensor]:
@@ -114,6 +117,10 @@ def join_bias(ck: Checkpoint, names: list[str], heads: set[str]) -> tuple[list[B
         experts = max(len(m) for m in roles.values())
         if any(sorted(m) != list(range(experts)) for m in roles.values()) or ("gate" in roles) != ("up" in roles):
             return f"only some experts of {head}.* have biases"
+        if any(len({(ck.store.entries[n].dtype, ck.store.entries[n].shape) for n in m.values()}) > 1 for m in roles.values()):
+            return f"experts of {head}.* have biases of different shapes"
+        if "gate" in roles and ck.store.entries[roles["gate"][0]][1:3] != ck.store.entries[roles["up"][0]][1:3]:
+            return f"experts of {head}.* have gate and up biases of different shapes"
         for leaf, members in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
             if members[0] in roles:
                 blobs.append(_stacked_bias(ck, f"{head}.{leaf}_bias", [[roles[r][e] for r in members] for e in range(experts)]))

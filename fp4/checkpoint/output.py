@@ -92,6 +92,10 @@ def write_model(
     Everything is made in a hidden folder beside the target, shards under temporary names, ``configs`` (name -> content) last in
     the given order, and then renamed at once. Raises CheckpointError, and then nothing is left.
     """
+    names_ = [blob.name for blob in blobs]
+    if len(set(names_)) != len(names_):
+        twice = next(n for n in names_ if names_.count(n) > 1)
+        raise CheckpointError(f"{verb}: two tensors of the source would both be written as {twice!r}")
     single = target.suffix == ".safetensors"
     work = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}"
     try:

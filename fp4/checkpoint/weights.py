@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,11 +35,11 @@ class Scalar:
 
     def stored(self, divide: bool) -> tuple[float, float]:
         """(f32 number to write, relative change of the scale that it means). A divisor of a zero scale is 1: its codes are zero."""
+        if self.multiplier == 0:
+            return (1.0 if divide else 0.0), 0.0
         if divide:
             if self.divisor is not None:
                 return self.divisor, 0.0
-            if self.multiplier == 0:
-                return 1.0, 0.0
             with np.errstate(over="ignore"):
                 number = float(np.float32(1) / np.float32(self.multiplier))
         else:
@@ -131,44 +131,53 @@ class Loader:
         codes = reader.codes()
         experts, n = math.prod(record.logical[:-2]), record.logical[-2]
         zeros = None if zero is None else zero.reshape(1, 1).expand(experts, 1) if zero.numel() == 1 else zero.reshape(experts, -1)
-        loaded = _Loaded(codes.reshape(experts, n, -1), scale.reshape(experts, n, -1), zeros)
+        loaded = _Loaded(codes.reshape(experts, n, codes.shape[-1]), scale.reshape(experts, n, scale.shape[-1]), zeros)
         self._kept[record.name] = loaded
         while len(self._kept) > 2:
             self._kept.popitem(last=False)
         return loaded
 
-    def _view(self, view: View) -> tuple[torch.Tensor, torch.Tensor]:
+    def _codes(self, view: View) -> torch.Tensor:
         loaded = self._load(view.record)
-        codes, scale = loaded.codes[view.expert, view.rows], loaded.scale[view.expert, view.rows]
+        codes = loaded.codes[view.expert, view.rows]
         if loaded.zero is not None:
             zero = loaded.zero[view.expert]
-            if bool(zero.all()) or bool(zero[min(view.half, zero.numel() - 1)]):
-                codes = torch.zeros_like(codes)
-        return codes, scale
+            if bool(zero.all()) or (view.rows != slice(None) and bool(zero[min(view.half, zero.numel() - 1)])):
+                return torch.zeros_like(codes)
+        return codes
+
+    def codes(self, weight: Weight, e: int) -> torch.Tensor:
+        """u8 [n, k / codes per byte] of expert e, before a cast."""
+        return _alternate([self._codes(v) for v in weight.views[e]])
 
     def scale(self, weight: Weight, e: int) -> torch.Tensor:
         """u8 [n, k / block] of expert e, before a cast."""
         return _alternate([self._load(v.record).scale[v.expert, v.rows] for v in weight.views[e]])
 
-    def part(self, weight: Weight, e: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scale) of expert e, contiguous, in the weight's format."""
-        pairs = [self._view(v) for v in weight.views[e]]
-        codes, scale = _alternate([p[0] for p in pairs]), _alternate([p[1] for p in pairs])
-        if weight.cast is not None:
-            codes, scale, _ = cast(codes, scale, weight.cast)
-        return codes, scale
-
     def code_blob(self, weight: Weight, name: str, shape: tuple[int, ...], transpose: bool = False) -> Blob:
         """Codes under ``name``; ``transpose`` writes each expert as [k / 2, n]."""
-        return self._blob(weight, 0, name, "U8" if weight.format != "mxfp8" else "F8_E4M3", shape, transpose)
+
+        def part(e: int) -> torch.Tensor:
+            codes = self.codes(weight, e)
+            return cast_codes(codes, self.scale(weight, e), weight.cast)[0] if weight.cast is not None and weight.lost else codes
+
+        return self._blob(weight, part, name, "U8" if weight.format != "mxfp8" else "F8_E4M3", shape, transpose)
 
     def scale_blob(self, weight: Weight, name: str, dtype: str, shape: tuple[int, ...], transpose: bool = False) -> Blob:
-        return self._blob(weight, 1, name, dtype, shape, transpose)
+        """Block scales under ``name``; ``transpose`` writes each expert as [k / block, n]."""
 
-    def _blob(self, weight: Weight, which: int, name: str, dtype: str, shape: tuple[int, ...], transpose: bool) -> Blob:
+        def part(e: int) -> torch.Tensor:
+            scale = self.scale(weight, e)
+            return scale if weight.cast is None else cast_scale(scale, weight.cast)
+
+        return self._blob(weight, part, name, dtype, shape, transpose)
+
+    def _blob(
+        self, weight: Weight, part: Callable[[int], torch.Tensor], name: str, dtype: str, shape: tuple[int, ...], transpose: bool
+    ) -> Blob:
         def chunks() -> Iterator[torch.Tensor]:
             for e in range(len(weight.views)):
-                data = self.part(weight, e)[which]
+                data = part(e)
                 yield data.T.contiguous() if transpose else data
                 self.ck.store.release()
 
@@ -180,27 +189,30 @@ def _alternate(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.stack(parts, 1).reshape(-1, parts[0].shape[-1])
 
 
-def cast(codes: torch.Tensor, scale: torch.Tensor, second: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """MXFP4 to NVFP4 with the second-level scale 2^second: (codes, e4m3 scale bytes [n, k / 16], elements whose value changed).
+def cast_scale(scale: torch.Tensor, second: int) -> torch.Tensor:
+    """u8 [n, k / 16]: e4m3 bytes of MXFP4's scales [n, k / 32] under the second-level scale 2^second.
 
-    A block's 2^e becomes the e4m3 scale 2^(e - second) twice, and the codes stay: exact for -9 <= e - second <= 8. A block
-    below that range keeps its value only if its codes are zero; others are rounded to the grid of the scale 2^-9.
+    A block's 2^e becomes the scale 2^(e - second) twice, clamped to what e4m3 holds, 2^-9 to 2^8.
+    """
+    held = (scale.to(torch.int32) - 127 - second).clamp(E4M3_LOW, E4M3_HIGH)
+    return torch.where(held >= -6, (held + 7) << 3, 1 << (held + 9).clamp(0, 2)).to(torch.uint8).repeat_interleave(2, -1)
+
+
+def cast_codes(codes: torch.Tensor, scale: torch.Tensor, second: int) -> tuple[torch.Tensor, int]:
+    """(codes, elements whose value changed): those of blocks whose scale ``cast_scale`` raised, rounded to its grid, ties to even.
+
+    All other codes stay, and so does the value of a raised or lowered block whose codes are all zero.
     """
     exponent = scale.to(torch.int32) - 127 - second
     low = exponent < E4M3_LOW
-    held = exponent.clamp(E4M3_LOW, E4M3_HIGH)
-    bytes_ = torch.where(held >= -6, (held + 7) << 3, 1 << (held + 9).clamp(0, 2)).to(torch.uint8)
-    lost = 0
-    if bool(low.any()):
-        blocks = codes.reshape(*scale.shape, 16).clone()
-        mine = ref.unpack_nibbles(blocks[low])
-        value = ref.decode_e2m1(mine)
-        shrunk = torch.ldexp(value, (exponent[low] - E4M3_LOW).clamp(min=-100).unsqueeze(-1))
-        rounded = ref.encode_e2m1(shrunk)
-        lost = int((ref.decode_e2m1(rounded) != shrunk).sum())
-        blocks[low] = ref.pack_nibbles(rounded)
-        codes = blocks.reshape(codes.shape)
-    return codes, bytes_.repeat_interleave(2, -1), lost
+    if not bool(low.any()):
+        return codes, 0
+    blocks = codes.reshape(*scale.shape, 16).clone()
+    down = (exponent[low] - E4M3_LOW).clamp(min=-100).unsqueeze(-1)  # 2^-100 of a code is still a normal float32
+    shrunk = torch.ldexp(ref.decode_e2m1(ref.unpack_nibbles(blocks[low])), down)
+    rounded = ref.encode_e2m1(shrunk)
+    blocks[low] = ref.pack_nibbles(rounded)
+    return blocks.reshape(codes.shape), int((ref.decode_e2m1(rounded) != shrunk).sum())
 
 
 def cast_exponent(loader: Loader, weights: list[Weight]) -> int:
@@ -217,7 +229,7 @@ def cast_exponent(loader: Loader, weights: list[Weight]) -> int:
     if high - low > E4M3_HIGH - E4M3_LOW:
         high = 0
         for w, e in parts:
-            codes, scale = loader.part(w, e)
+            codes, scale = loader.codes(w, e), loader.scale(w, e)
             used = (codes.reshape(*scale.shape, 16) & 0x77).ne(0).any(-1)
             high = max(high, int(torch.where(used, scale, torch.zeros_like(scale)).max()))
             loader.ck.store.release()

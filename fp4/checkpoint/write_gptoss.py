@@ -29,6 +29,8 @@ class GptOssWriter:
             return "is not a stacked expert tensor; gpt-oss quantises nothing else"
         if kind and not kind.startswith("gpt_oss"):
             return f"belongs to a {kind!r} model; the gpt-oss dialect is read for that family alone"
+        if weight.act:
+            weight.notes.append(f"the source quantises activations to {weight.act}; gpt-oss's config does not say such a thing")
         return ""
 
     def blobs(self, loader: Loader, weight: Weight) -> list[Blob]:

@@ -81,9 +81,7 @@ class ModelOptWriter:
         return ""
 
     def configs(self, ck: Checkpoint, weights: list[Weight], plain: list[str]) -> dict[str, dict[str, Any]]:
-        modules: dict[str, str] = {}
-        for w in weights:
-            modules[w.module.rpartition(".")[0] if w.stacked else w.module] = self.algo(ck, w)
+        modules = {w.module: self.algo(ck, w) for w in weights}
         algos = list(dict.fromkeys(modules.values()))
         mixed = len(algos) > 1
         producer = ck.config.nested.get("producer") or ck.config.quant.get("producer")
