@@ -125,3 +125,63 @@ def test_pre_quant_scale_of_an_fp8_module_is_checked(tmp_path: Path) -> None:
 
 def test_comfy_marker_that_is_no_object(tmp_path: Path) -> None:
     refused(cb.Example({"a.comfy_quant": torch.tensor(list(b"[1]"), dtype=torch.uint8)}).write(tmp_path), "is list; need an object")
+
+
+def test_leftover_modelopt_file_beside_compressed_tensors(tmp_path: Path) -> None:
+    """The two config files speak of different producers: neither may win in silence (sglang#7593)."""
+    ex = cb.compressed_tensors()
+    ex.nested = cb.nested_config("FP8", group=None)
+    refused(ex.write(tmp_path), "hf_quant_config.json is ModelOpt's, but .*'compressed-tensors'.*remove the leftover")
+    with fp4.open_checkpoint(tmp_path, trust="tensors") as ck:
+        assert any("leftover" in w for w in ck.warnings)
+
+
+def stacked(last: str, second: list[list[float]] | list[float], model_type: str) -> cb.Example:
+    """Three experts [64, 64] under ``experts.<last>.weight`` with second-level scales [3] or [3, 2]."""
+    module = f"{L}mlp.experts.{last}"
+    tensors = {
+        f"{module}.weight": torch.stack([cb.codes(64, 64, e) for e in range(3)]),
+        f"{module}.weight_scale": torch.stack([cb.e4m3_scales(64, 64, seed=e).view(torch.uint8) for e in range(3)]).view(
+            torch.float8_e4m3fn
+        ),
+        f"{module}.weight_scale_2": torch.tensor(second),
+    }
+    return cb.Example(tensors, config=cb.model_config() | {"model_type": model_type}, nested=cb.nested_config("W4A16_NVFP4", exclude=[]))
+
+
+@pytest.mark.parametrize(("last", "model_type"), [("down_proj", "qwen3_moe"), ("gate_up_proj", "gpt_oss")])
+def test_two_scales_an_expert_need_rows_in_halves(tmp_path: Path, last: str, model_type: str) -> None:
+    """[experts, 2] was read as the first and second half of the rows whatever the rows were: of a down projection, of gate, up, gate .."""
+    pairs = [[0.25, 0.5], [1.0, 2.0], [0.5, 0.25]]
+    refused(stacked(last, pairs, model_type).write(tmp_path), r"weight_scale_2 has shape \[3, 2\].*a value for each half means nothing")
+
+
+def test_two_scales_of_fused_interleaved_experts(tmp_path: Path) -> None:
+    ex = cb.modelopt_fused()
+    name = next(n for n in ex.tensors if n.endswith("gate_up_proj_weight_scale_2"))
+    ex.tensors[name] = torch.tensor([[0.25, 0.5], [1.0, 2.0]])
+    refused(ex.write(tmp_path), "rows are interleaved, so a value for each half means nothing")
+
+
+@pytest.mark.parametrize(("model_type", "order"), [("gpt_oss", "interleaved"), ("llama4_text", "gate_up")])
+def test_order_of_stacked_experts_is_the_models(tmp_path: Path, model_type: str, order: str) -> None:
+    ex = stacked("gate_up_proj", [0.25, 0.5, 1.0], model_type)
+    with fp4.open_checkpoint(ex.write(tmp_path)) as ck:
+        q = ck[f"{L}mlp.experts.gate_up_proj.weight"]
+        assert isinstance(q, fp4.QuantizedTensor)
+        assert q.gate_up == order
+
+
+def test_deepseek_nvfp4_experts_without_activation_scales(tmp_path: Path) -> None:
+    a, module = cb.modelopt(act=False), f"{L}mlp.gate_proj"
+    tensors, want = {}, {}
+    for e in range(2):
+        expert = f"layers.0.ffn.experts.{e}.w1"
+        tensors |= {f"{expert}.{leaf}": a.tensors[f"{module}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2")}
+        want[f"{expert}.weight"] = a.want[f"{module}.weight"]
+    quant = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    config = {"model_type": "deepseek_v4", "expert_dtype": "fp4", "moe_quant_algo": "NVFP4", "quantization_config": quant}
+    with fp4.open_checkpoint(cb.Example(tensors, want, config).write(tmp_path)) as ck:
+        assert any("weight-only" in w for w in ck.warnings)
+        for name, value in want.items():
+            assert torch.equal(ck.dequantize(name), value)

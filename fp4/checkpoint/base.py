@@ -329,6 +329,8 @@ def _make(path: str | os.PathLike[str], dialects: Iterable[Dialect], options: Op
             if reason is None:
                 continue
             plan = Plan(store, config, options)
+            if config.nested and dialect.name != "modelopt":
+                plan.disagree(f"hf_quant_config.json is ModelOpt's, but {reason}; need one of them: remove the leftover")
             collect_kv(plan)
             dialect.plan(plan)
             plan.finish()

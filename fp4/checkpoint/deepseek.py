@@ -65,6 +65,7 @@ class DeepSeek:
         patterns = listed(config.quant.get("modules_to_not_convert"), f"{where} modules_to_not_convert")
         excluded = match_exact_or_prefix(patterns, plan.names())
         plan.count("modules_to_not_convert pattern", excluded)
+        plan.input_optional = True  # NVFP4 experts without any activation scale are weight-only, as in ModelOpt's files
         rules = _Rules(where, kind, algo.upper() if algo else None, (block[0], block[1]) if block else None, excluded)
         build(plan, LEAVES, rules.bind(plan), rules.why_not)
 

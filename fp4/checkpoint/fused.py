@@ -87,6 +87,8 @@ def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | Non
             f"{place}: {scale.name} is {scale.dtype} {list(scale.shape)}; {fmt} codes {list(codes.shape)} of k = {k} need "
             f"{' or '.join(allowed)} {list(want)}"
         )
+    order = _order(plan, stem, fastdeploy)
+    pairs = (2 * experts,) if order in ("gate_up", "up_gate") else ()
     parts = {"codes": name, "scale": scale.name}
     static = spec is not None and spec.static_input and plan.activations is None
     for role, suffix in (("global", "_weight_scale_2"), ("input", "_input_scale")):
@@ -96,8 +98,9 @@ def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | Non
         count = 1
         for size in entries[other].shape:
             count *= size
-        if count not in (1, experts, 2 * experts):
-            raise CheckpointError(f"{place}: {other} has shape {list(entries[other].shape)}; need one value, {experts}, or [{experts}, 2]")
+        if count not in (1, experts, *pairs):
+            need = f", or [{experts}, 2]" if pairs else f"; rows are {order or 'of unknown order'}, so a value for each half means nothing"
+            raise CheckpointError(f"{place}: {other} has shape {list(entries[other].shape)}; need one value or {experts}{need}")
         if entries[other].dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{place}: {other} has dtype {entries[other].dtype}; need F32 (or BF16, F16, read by value)")
         parts[role] = other
@@ -119,7 +122,7 @@ def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | Non
         codes_order="n_k" if fastdeploy else "k_n",
         scale_order="n_k" if fastdeploy else "k_n",
         transposed=not fastdeploy,
-        gate_up=_order(plan, stem, fastdeploy),
+        gate_up=order,
         origin=spec.origin if spec else "",
         activations="static" if "input" in parts else None,
         act=spec.act if spec else None,

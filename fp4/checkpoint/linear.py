@@ -280,6 +280,7 @@ def _block(
         raise CheckpointError(
             f"{where}: {scale.name} has shape {list(scale.shape)}; weight {list(logical)} (packed {list(packed)}) needs {list(want)}{hint}"
         )
+    order = row_order(plan, name, logical)
     parts = {"codes": codes.name, "scale": scale.name}
     for leaf, role in leaves.others.items():
         if leaf in have:
@@ -294,9 +295,13 @@ def _block(
             continue
         entry = plan.store.entries[have[found]]
         count = math.prod(entry.shape)
-        if count != 1 and (len(logical) < 3 or count not in (experts, 2 * experts)):
+        # [experts, 2] speaks of the rows' first and second half, so of gate and up only when they are stored as halves
+        pairs = (2 * experts,) if order in ("gate_up", "up_gate") else ()
+        if count != 1 and (len(logical) < 3 or count not in (experts, *pairs)):
             raise CheckpointError(
-                f"{where}: {entry.name} has shape {list(entry.shape)}; need one value" + (f" or {experts}" if len(logical) > 2 else "")
+                f"{where}: {entry.name} has shape {list(entry.shape)}; need one value"
+                + (f" or {experts}" if len(logical) > 2 else "")
+                + (f" (rows are {order or 'not a stack of gate and up'}, so a value for each half means nothing)" if count != 1 else "")
             )
         if entry.dtype not in _SCALARS:
             raise CheckpointError(f"{where}: {entry.name} has dtype {entry.dtype}; need F32 (or BF16, F16, read by value)")
@@ -310,7 +315,6 @@ def _block(
         )
     if leaves.others:
         check_extras(plan, where, parts, logical)
-    last = name.rpartition(".")[0].rpartition(".")[2] if name.endswith(".weight") else name.rpartition(".")[2]
     return Record(
         name=name,
         kind="block",
@@ -321,11 +325,18 @@ def _block(
         scale_order="sf_128x4" if swizzled else "n_k",
         global_rule=rules.get("global", MULTIPLY),
         input_rule=rules.get("input", MULTIPLY),
-        gate_up="gate_up" if last == "gate_up_proj" else None,
+        gate_up=order,
         origin=spec.origin if spec else "",
         activations="static" if "input" in parts else None,
         act=spec.act if spec else None,
     )
+
+
+def row_order(plan: Plan, name: str, logical: tuple[int, ...]) -> str | None:
+    """Order of gate and up rows of a stacked ``gate_up_proj``: halves, gate first (Phi, Llama 4), but GPT-OSS interleaves its experts."""
+    if name.removesuffix(".weight").rpartition(".")[2] != "gate_up_proj":
+        return None
+    return "interleaved" if len(logical) > 2 and plan.config.model_type.startswith("gpt_oss") else "gate_up"
 
 
 def have_name(name: str, leaf: str) -> str:
