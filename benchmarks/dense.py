@@ -18,7 +18,7 @@ import triton
 from fp4 import layouts
 from fp4.gpu.kernels import tune
 from fp4.gpu.kernels.dense_fp8 import Dense8
-from fp4.gpu.kernels.wide_fp8 import row_base
+from fp4.gpu.kernels.plain_fp8 import row_base
 
 MS = (1, 16, 64, 256, 1024, 4096)
 SHAPES = ((8192, 8192), (28672, 8192))

@@ -78,7 +78,7 @@ for block, half, n, k in shapes:
         d._plan(row["m_max"], half, torch.float16 if half else torch.bfloat16, None, dict(row))
 for _, row in dense_fp8._TABLE[-1:] if sys.argv[2] == "quick" else dense_fp8._TABLE:
     for n, k in ((8192, 8192),):
-        d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8), None, n, k)
+        d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8), None, n, k, True)
         d._plan(row, torch.bfloat16, torch.bfloat16, None)
 checked = 0
 for kernel in {id(m): m for m in made}.values():

@@ -10,7 +10,7 @@ import torch
 from test_dense_decode import E2M1, words
 
 from fp4.errors import Unsupported
-from fp4.gpu.kernels import dense_fp8, frag
+from fp4.gpu.kernels import dense_fp8, frag, plain_fp8
 
 pytestmark = pytest.mark.kernel
 wide_fp8 = pytest.importorskip("fp4.gpu.kernels.wide_fp8")
@@ -19,10 +19,10 @@ wide_fp8 = pytest.importorskip("fp4.gpu.kernels.wide_fp8")
 @pytest.mark.parametrize("base", [9, 120, 254])
 def test_codes_become_e4m3_exactly(base):
     word = frag.Window(1.0, 30 - base, False, True).oc & 0xFFFFFFFF
-    for d in range(wide_fp8.SPAN + 1):
+    for d in range(plain_fp8.SPAN + 1):
         s = np.full(2, (base - d) * 0x01010101, np.uint32)
         oc = np.full(2, word, np.uint32)
-        scales = ptx_model.run(wide_fp8.SCALES_ROW.value, {4: s, 5: oc, 6: oc}, 4)
+        scales = ptx_model.run(plain_fp8.SCALES_ROW.value, {4: s, 5: oc, 6: oc}, 4)
         codes = np.stack([np.arange(16), np.arange(16)[::-1]]).reshape(2, 2, 2, 2, 2)  # lane, word, e, h, l
         w = [words(codes[:, i]) for i in range(2)]
         pair = scales[0].astype(np.uint32) * np.uint32(0x10001)
@@ -37,19 +37,19 @@ def test_codes_become_e4m3_exactly(base):
 def test_row_base_refuses_wide_rows_and_nan():
     scale = torch.full((4, 8), 120, dtype=torch.uint8)
     scale[2, 3] = 111
-    assert wide_fp8.row_base(scale).tolist() == [120, 120, 120, 120]
+    assert plain_fp8.row_base(scale).tolist() == [120, 120, 120, 120]
     scale[2, 3] = 110
     with pytest.raises(Unsupported, match=r"1 of 4 rows span more \(row 2: -17 .. -7\)"):
-        wide_fp8.row_base(scale)
+        plain_fp8.row_base(scale)
     scale[2, 3] = 255
     with pytest.raises(Unsupported, match="NaN"):
-        wide_fp8.row_base(scale)
+        plain_fp8.row_base(scale)
 
 
 def test_reasons():
     assert "6 significant bits" in str(dense_fp8.reason((9, 0), 16))
-    assert "SM90" in str(dense_fp8.reason((8, 9), 32))
-    assert dense_fp8.reason((9, 0), 32) is None
+    assert "need SM89" in str(dense_fp8.reason((8, 6), 32))
+    assert all(dense_fp8.reason(cc, 32) is None for cc in ((8, 9), (9, 0), (10, 0), (12, 0)))
 
 
 def test_prepare_for_fp8_activations_restores_and_refuses():

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_dense import ROUTES, forced, weight
 
 from fp4.gpu.kernels.dense_fp8 import Dense8
-from fp4.gpu.kernels.wide_fp8 import row_base
+from fp4.gpu.kernels.plain_fp8 import row_base
 from fp4.layouts import layouts
 
 for row in ROUTES:
@@ -26,7 +26,8 @@ for row in ROUTES:
         forced(row, codes, scale, second, block)(torch.randn(m, k, device="cuda", dtype=torch.bfloat16))
         torch.cuda.synchronize()
 codes, scale, _, _ = weight(80, 544, 32, scales=(115, 122))
-d = Dense8(layouts["frag_w"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, 80, 544)
-d(torch.randn(17, 544, device="cuda", dtype=torch.bfloat16))
-torch.cuda.synchronize()
+for wide in (True, False) if torch.cuda.get_device_capability() == (9, 0) else (False,):
+    d = Dense8(layouts["frag_w"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, 80, 544, wide)
+    d(torch.randn(17, 544, device="cuda", dtype=torch.bfloat16))
+    torch.cuda.synchronize()
 print("every dense kernel ran")

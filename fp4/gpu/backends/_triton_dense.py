@@ -38,7 +38,7 @@ def prepare(problem: Problem, weights: Weights) -> Packed:
     assert weights.w is not None, "a linear layer"
     wants = layouts(problem)
     if problem.act == "fp8":
-        from fp4.gpu.kernels.wide_fp8 import row_base
+        from fp4.gpu.kernels.plain_fp8 import row_base
 
         return Packed({**pack(problem, weights, wants), "triton.row_base": row_base(weights.w.scale).to(weights.device)}, wants)
     about = dense.facts(weights.w.scale, problem.format.block)

@@ -221,7 +221,7 @@ class Dense:
             "bias_ptr": bias_type, "y_ptr": _TYPES[out], "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32",
             "oc": "i32",
         }  # fmt: skip
-        kernel = launch.build(wide_m, signature, constants, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt))
+        kernel = launch.build(wide_m, signature, constants, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt), pdl=True)
         counts = 0 if split == 1 else 1 << (tiles_n * -(-max(m, 64) // bt) * 2 - 1).bit_length()
         block = min(32, 1 << (self.kt - 1).bit_length())
         px = launch.build(

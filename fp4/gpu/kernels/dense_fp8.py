@@ -1,4 +1,4 @@
-"""W4A8: MXFP4 weights times activations quantised to e4m3 per token, on Hopper (fp4/gpu/kernels/wide_fp8.py)."""
+"""W4A8: MXFP4 weights times activations quantised to e4m3 per token: ``wide_fp8`` on Hopper, ``plain_fp8`` on SM89 and other newer GPUs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,46 @@ _TABLE: tuple[tuple[int | None, tuple[int, int, int, int, int]], ...] = (
     (128, (128, 1, 2, 6, 8)),
     (None, (256, 1, 2, 5, 8)),
 )
+#: plain Triton: m_max -> (BM, R, U, warps, stages); fits the 99 KB of shared memory of SM89 and SM120, tuned on no GPU
+_PLAIN: tuple[tuple[int | None, tuple[int, int, int, int, int]], ...] = (
+    (16, (16, 4, 4, 4, 2)),
+    (64, (64, 4, 4, 4, 2)),
+    (None, (128, 8, 4, 8, 1)),
+)
 
 
 def reason(capability: tuple[int, int], block: int) -> str | None:
     """None when W4A8 can serve the format on the device (whether the values fit is for ``row_base`` to say), else why not."""
     if block == 16:
         return "an NVFP4 product e2m1 x e4m3 has up to 6 significant bits and e4m3 holds 4: not exact; use act='keep', or MXFP4 weights"
-    if capability != (9, 0):
-        return "fp8 warp-group MMA needs a Hopper GPU (SM90)"
-    return launch.gluon_reason()
+    if capability < (8, 9):
+        return f"fp8 tensor cores need SM89 or newer, got SM{capability[0]}{capability[1]}"
+    return None
+
+
+def _wide(device: torch.device) -> bool:
+    """Whether the Hopper kernel serves the device; the plain one serves the others."""
+    return launch.gluon_reason() is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class Dense8:
     """One MXFP4 weight for fp8 activations: ``Dense8(...)(x, bias, out_dtype) -> y``.
 
     ``y[m, n] = xs[m] * ws[n] * sum_k x8[m, k] * w8[n, k] (+ bias[n])`` with ``xs[m] = amax_k |x[m, k]| / 448``,
-    ``x8 = e4m3(x / xs)`` (nearest even), w8 and ws exact. codes, scale: as for ``dense.Dense``; base: ``wide_fp8.row_base`` u8 [n].
-    The tensor core adds e4m3 products with about 14 bits inside one MMA; nothing else is rounded.
+    ``x8 = e4m3(x / xs)`` (nearest even), w8 and ws exact. codes, scale: as for ``dense.Dense``; base: ``plain_fp8.row_base`` u8 [n].
+    The tensor core adds e4m3 products with about 14 bits; nothing else is rounded. wide: the Hopper kernel, else plain Triton; None: what
+    the device has.
     """
 
     def __init__(
-        self, codes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, global_scale: torch.Tensor | None, n: int, k: int
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        base: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        n: int,
+        k: int,
+        wide: bool | None = None,
     ) -> None:
         self.n, self.k = n, k
         self.codes = codes.contiguous().view(torch.int32).reshape(-1)
@@ -50,6 +69,9 @@ class Dense8:
         rows[:n] = torch.ldexp(torch.ones(n, dtype=torch.float64, device=base.device), base.to(torch.int32) - 128) * second
         self.ws = rows.to(torch.float32).to(self.device)
         self._index = self.device.index or 0
+        self.wide = _wide(self.device) if wide is None else wide
+        self._table = _TABLE if self.wide else _PLAIN
+        self._build = self._plan if self.wide else self._plan_plain
         self._plans: dict[Any, Any] = {}
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -65,16 +87,16 @@ class Dense8:
             x = x.clone(memory_format=torch.contiguous_format)
         if bias is not None and bias.data_ptr() & 15:
             bias = bias.clone()
-        row = next(r for top, r in _TABLE if top is None or m <= top)
+        row = next(r for top, r in self._table if top is None or m <= top)
         key = (row, x.dtype, out_dtype, None if bias is None else bias.dtype)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(row, x.dtype, out_dtype, bias)
+            plan = self._plans[key] = self._build(row, x.dtype, out_dtype, bias)
         plan(x, bias, y, m)
         return y
 
     def _plan(self, row: tuple[int, int, int, int, int], act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
-        from fp4.gpu.kernels.wide_fp8 import quantize_x, wide_fp8
+        from fp4.gpu.kernels.wide_fp8 import wide_fp8
 
         bt, r, u, xs, nw = row
         bn = r * nw * 16
@@ -88,27 +110,67 @@ class Dense8:
             "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
         }  # fmt: skip
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
-        kernel = launch.build(wide_fp8, signature, constants, num_warps=nw, aligned=aligned)
-        block = min(32, 1 << (self.kt - 1).bit_length())
-        order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "K": "i32", "KT": "i32"}
-        quantize = launch.build(quantize_x, order, {"B": block}, num_warps=8, aligned=("K",) if self.k % 16 == 0 else ())
+        kernel = launch.build(wide_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=True)
+        quantize = self.quantizer(act, True)
         tail = launch.constants_in_order(wide_fp8, constants)
         w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
-        tiles_n, n, k, kt, index, device = -(-self.n // bn), self.n, self.k, self.kt, self._index, self.device
+        tiles_n, n, kt, index = -(-self.n // bn), self.n, self.kt, self._index
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             stream = _raw_stream(index)
-            space = torch.empty(m * kt * 16 + m, dtype=torch.int32, device=device)
-            x8, yp = space.data_ptr(), y.data_ptr()
-            scales = x8 + m * kt * 64
-            quantize(m, 1, stream, x.data_ptr(), x8, scales, k, kt, block)
+            yp = y.data_ptr()
+            _space, x8, scales = quantize(x, m, stream)
             kernel(tiles_n * -(-m // bt), 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, oc, ws, m, n, kt, *tail)
+
+        return run
+
+    def _plan_plain(self, row: tuple[int, int, int, int, int], act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+        from fp4.gpu.kernels.plain_fp8 import dense_fp8_plain
+
+        bm, r, u, warps, stages = row
+        constants = {"HAS_BIAS": bias is not None, "BM": bm, "R": r, "U": u}
+        signature = {
+            "x_ptr": "*fp8e4nv", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
+            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
+            "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", **dict.fromkeys(("M", "N", "NT", "KT", "KB"), "i32"),
+        }  # fmt: skip
+        aligned = ("N",) if self.n % 16 == 0 else ()
+        kernel = launch.build(dense_fp8_plain, signature, constants, num_warps=warps, num_stages=stages, aligned=aligned)
+        quantize = self.quantizer(act, False)
+        w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
+        sizes = (self.n, -(-self.n // 16), self.kt, -(-self.kt // 4), *constants.values())
+        tiles_n, index = -(-self.n // (16 * r)), self._index
+
+        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+            stream = _raw_stream(index)
+            yp = y.data_ptr()
+            _space, x8, scales = quantize(x, m, stream)
+            kernel(tiles_n, -(-m // bm), stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, oc, ws, m, *sizes)
+
+        return run
+
+    def quantizer(self, act: torch.dtype, frag: bool) -> Any:
+        """(x, m, stream) -> (workspace, address of e4m3 [m, kt * 64], address of f32 [m]); frag: k in the order of the Hopper kernel."""
+        from fp4.gpu.kernels.plain_fp8 import quantize_x
+
+        block = min(32, 1 << (self.kt - 1).bit_length())
+        order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "K": "i32", "KT": "i32"}
+        aligned = ("K",) if self.k % 16 == 0 else ()
+        kernel = launch.build(quantize_x, order, {"B": block, "FRAG": frag, "PDL": frag}, num_warps=8, aligned=aligned)
+        k, kt, device = self.k, self.kt, self.device
+
+        def run(x: torch.Tensor, m: int, stream: int) -> tuple[torch.Tensor, int, int]:
+            space = torch.empty(m * kt * 16 + m, dtype=torch.int32, device=device)
+            x8 = space.data_ptr()
+            scales = x8 + m * kt * 64
+            kernel(m, 1, stream, x.data_ptr(), x8, scales, k, kt, block, frag, frag)
+            return space, x8, scales
 
         return run
 
     def warmup(self, m_max: int = 8192, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
         """Compile and load what calls with up to m_max rows need."""
         for dtype in dtypes:
-            for m in sorted({min(top or m_max, m_max) for top, _ in _TABLE}):
+            for m in sorted({min(top or m_max, m_max) for top, _ in self._table}):
                 self(torch.zeros((m, self.k), dtype=dtype, device=self.device))
         torch.cuda.synchronize(self.device)

@@ -20,16 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, frag_w, unpack_scales, words_to_products
 from fp4.gpu.kernels.grouped_device import activate
+from fp4.gpu.kernels.pdl import gl_trigger, gl_wait, trigger, wait
 
 __all__ = ["grouped_large", "permute_rows"]
 
 
 @triton.jit(do_not_specialize=["rows"])
-def permute_rows(x_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr):
+def permute_rows(x_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """x [rows, K] of 16-bit values, as i32 words -> out [rows, 64 ceil(K / 64)] in the k order of the fragments, zero past K.
 
     Of each 32 words of a row, word (step, h, t) of out is word (t, step, h) of x.
     """
+    trigger(PDL)
     KW: tl.constexpr = (K + 63) // 64 * 32
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, col = i // KW, (i % KW).to(tl.int32)
@@ -37,6 +39,7 @@ def permute_rows(x_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr):
     src = col - v + (v % 4) * 8 + v // 4
     ok = row < rows
     tl.store(out_ptr + i, tl.load(x_ptr + row * (K // 2) + src, mask=ok & (src < K // 2), other=0), mask=ok)
+    wait(PDL)  # the route in front ends before this kernel does
 
 
 @gluon.jit
@@ -272,12 +275,15 @@ def grouped_large(
     LOW: gl.constexpr,
     XS: gl.constexpr,
     DEEP: gl.constexpr,
+    PDL: gl.constexpr = False,
 ):
     """As ``grouped_small``, with x and the first product's output in fragment k order, K padded to 64 there (row stride 64 KT).
 
     LOW: rows of the smaller tile that a block of at most LOW rows uses; MT for none.
     Grid: (row-tile groups * max_blocks,), tile group fastest.
     """
+    gl_trigger(PDL)
+    gl_wait(PDL)
     GROUPS: gl.constexpr = ((N + 15) // 16 + WN * R - 1) // (WN * R)
     pid = gl.program_id(0)
     block = pid // GROUPS

@@ -38,7 +38,13 @@ _SCALARS = {
 
 
 def _compile(
-    fn: Any, pointers: dict[str, torch.dtype], constants: dict[str, Any], warps: int, target: Any = None, maxnreg: int | None = None
+    fn: Any,
+    pointers: dict[str, torch.dtype],
+    constants: dict[str, Any],
+    warps: int,
+    target: Any = None,
+    maxnreg: int | None = None,
+    pdl: bool = False,
 ) -> Any:
     """(kernel, constants in argument order). ``pointers``: element type of each ``*_ptr``, int32 when not named."""
     signature = {}
@@ -47,13 +53,18 @@ def _compile(
             signature[name] = "*" + _TYPES[pointers.get(name, torch.int32)]
         elif name in _SCALARS and name not in constants:
             signature[name] = _SCALARS[name]
-    kernel = launch.build(fn, signature, constants, num_warps=warps, target=target, maxnreg=maxnreg)
+    kernel = launch.build(fn, signature, constants, num_warps=warps, target=target, maxnreg=maxnreg, pdl=pdl)
     return kernel, tuple(constants[n] for n in fn.arg_names if n in constants)
 
 
 @functools.lru_cache(maxsize=8)
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def _overlaps(device: int, target: Any) -> bool:
+    """Whether the GPU knows programmatic dependent launch."""
+    return bool((target.arch if target is not None else _capability(device)[0] * 10) >= 90)
 
 
 def _chunk(pairs: int) -> int:
@@ -112,10 +123,12 @@ class Chain:
         self.act = tuple(float(v) for v in acts.get(a.name, (0.0, 0.0, 0.0)))
         self.topk, self.tokens, self.large, self.window = topk, tokens, wide, window
 
+        #: kernels overlap their start with the end of the one in front (SM90 and newer)
+        pdl = _overlaps(g.w13.device.index or 0, target)
         bins = triton.next_power_of_2(g.experts + 1)
         chunk = _chunk(pairs)
         self.route = _compile(
-            route_kernel, {"ids_ptr": ids}, {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins}, 8 if chunk > 2048 else 4, target
+            route_kernel, {"ids_ptr": ids}, {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins, "PDL": pdl}, 8 if chunk > 2048 else 4, target
         )
         ends: list[Any] = []
         for i, config in enumerate((plan.first, plan.second)):
@@ -126,9 +139,10 @@ class Chain:
             c |= {"FIRST": not i, "BIAS": bias is not None, "HALF": x == torch.float16, "MT": plan.mt}
             if wide:
                 c.setdefault("LOW", plan.mt)
+            c["PDL"] = pdl
             f32 = dict.fromkeys(("alpha_ptr", "bias_ptr"), torch.float32)
             pointers = {"x_ptr": x, "out_ptr": row if i else x, "gamma_ptr": gamma, **f32}
-            kernel, tail = _compile(grouped_large if wide else grouped_small, pointers, c, warps, target, limit)
+            kernel, tail = _compile(grouped_large if wide else grouped_small, pointers, c, warps, target, limit, pdl)
             alpha = window[i][0]
             weights = ((g.w13, g.s13), (g.w2, g.s2))[i]
             fixed = (*(t.data_ptr() for t in weights), alpha.data_ptr(), (alpha if bias is None else bias).data_ptr())
@@ -136,10 +150,10 @@ class Chain:
             ends.append((kernel, fixed, window[i][1], tail, tiles * self.blocks))
         self.first, self.second = ends
         if wide:
-            self.permute = _compile(permute_rows, {}, {"K": g.hidden, "BLOCK": 1024}, 4, target)
+            self.permute = _compile(permute_rows, {}, {"K": g.hidden, "BLOCK": 1024, "PDL": pdl}, 4, target, pdl=pdl)
             self.permute_grid = -(-tokens * hp // 2 // 1024)
         pointers = {"y_ptr": row, "ids_ptr": ids, "out_ptr": out}
-        self.reduce = _compile(reduce_kernel, pointers, {"H": g.hidden, "TOPK": topk, "BLOCK": 1024}, 4, target)
+        self.reduce = _compile(reduce_kernel, pointers, {"H": g.hidden, "TOPK": topk, "BLOCK": 1024, "PDL": pdl}, 4, target, pdl=pdl)
         self.reduce_grid = -(-g.hidden // 1024)
 
     def launch(self, g: Grouped, x: int, ids: int, gamma: int, out: int, base: int, stream: int) -> None:

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from fp4.gpu.kernels.gluon_decode import frag_a, frag_x
 from fp4.gpu.kernels.grouped_device import activate
+from fp4.gpu.kernels.pdl import gl_trigger, gl_wait
 
 __all__ = ["grouped_small"]
 
@@ -47,6 +48,7 @@ def grouped_small(
     R: gl.constexpr,
     U: gl.constexpr,
     MT: gl.constexpr,
+    PDL: gl.constexpr = False,
 ):
     """One product of the chain.
 
@@ -71,6 +73,8 @@ def grouped_small(
     STEP: gl.constexpr = WK * U
     ITER: gl.constexpr = (KT + STEP - 1) // STEP
 
+    gl_trigger(PDL)
+    gl_wait(PDL)
     pid = gl.program_id(0)
     block = pid // GROUPS
     tile0 = (pid % GROUPS) * R

@@ -82,14 +82,20 @@ def build(
     aligned: tuple[str, ...] = (),
     maxnreg: int | None = None,
     target: Any = None,
+    pdl: bool = False,
 ) -> Kernel:
     """Compile ``fn`` (Triton or Gluon JIT function) for a signature (name -> Triton type) and constexpr values; cached.
 
+    pdl: its blocks may start before the kernel in front of it has ended (``fp4.gpu.kernels.pdl``).
     aligned: integer arguments that are multiples of 16. target: a GPUTarget, default the active device.
     """
     target = target or _target
     device = None if target is not None else torch.cuda.current_device()
-    options = {"num_warps": num_warps, "num_stages": num_stages} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+    options = (
+        {"num_warps": num_warps, "num_stages": num_stages}
+        | ({} if maxnreg is None else {"maxnreg": maxnreg})
+        | ({"launch_pdl": True} if pdl else {})
+    )
     how = (tuple(options.items()), aligned, device if target is None else target)
     key = (id(fn), tuple(signature.items()), tuple(constants.items()), how)
     found = _cache.get(key)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fp4.gpu.kernels.pdl import trigger, wait
+
 __all__ = ["max_blocks", "reduce_kernel", "route_kernel", "route_reference"]
 
 
@@ -35,6 +37,7 @@ def route_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """ids int [pairs] -> order i32 [pairs], sched i32 [1 + 3 * max_blocks].
 
@@ -42,6 +45,7 @@ def route_kernel(
     sched[0]: number of blocks; then for block b ``sched[1 + 3 b ..] = expert, first sorted row, rows`` with rows <= BLOCK.
     A pair is local when ``first <= id < first + experts``. BINS: a power of two > experts. Grid: (experts,).
     """
+    trigger(PDL)
     e = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bins = tl.arange(0, BINS)
@@ -79,11 +83,14 @@ def route_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "experts"], do_not_specialize_on_alignment=["ids_ptr"])
-def reduce_kernel(y_ptr, ids_ptr, out_ptr, first, experts, H: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def reduce_kernel(
+    y_ptr, ids_ptr, out_ptr, first, experts, H: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False
+):
     """out [tokens, H] = fp32 sum over the slots, in slot order, of the rows y [tokens * TOPK, H] whose id is local; others are not read.
 
     Grid: (tokens, ceil(H / BLOCK)).
     """
+    wait(PDL)
     t = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)

@@ -7,36 +7,15 @@ row's scale. k order inside 64 columns: an fp8 step of 32 wants four adjacent co
 
 from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fp4.errors import Unsupported
-from fp4.gpu.kernels.decode import _FP16_FIELD, _PAIRS_FP16
+from fp4.gpu.kernels.decode import _PAIRS_FP16
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait
+from fp4.gpu.kernels.pdl import gl_wait
+from fp4.gpu.kernels.plain_fp8 import SCALES_C, SCALES_ROW
 from fp4.gpu.kernels.wide_m import _fetch
-
-#: binades below the largest scale of a row that stay exact
-SPAN = 9
-
-
-def row_base(scale: torch.Tensor) -> torch.Tensor:
-    """Largest scale byte of each row, u8 [n]. scale: ue8m0 bytes [n, k / 32]. Raises Unsupported when a row spans over SPAN binades."""
-    s = scale.to(torch.int32)
-    high, low = s.amax(-1), s.amin(-1)
-    if bool((high == 255).any()):
-        raise Unsupported("prepare: W4A8 needs finite scales; a scale byte is 255 (NaN); use act='keep'")
-    wide = high - low > SPAN
-    if bool(wide.any()):
-        row = int(wide.to(torch.uint8).argmax())
-        raise Unsupported(
-            f"prepare: W4A8 keeps MXFP4 weights exact in e4m3 while the scales of a row span at most {SPAN} binades; "
-            f"{int(wide.sum())} of {len(high)} rows span more (row {row}: {int(low[row]) - 127} .. {int(high[row]) - 127}); use act='keep'"
-        )
-    return high.to(torch.uint8)
 
 
 def _asm() -> str:
@@ -53,42 +32,8 @@ def _asm() -> str:
 
 WORDS_E4M3 = gl.constexpr(_asm())
 WORDS_C = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
-#: scale word $4, row biases $5 (e = 0) and $6 (e = 1) -> fp16 scales e0 p0, e0 p1, e1 p0, e1 p1
-SCALES_ROW = gl.constexpr(
-    "{ .reg .b32 t,v; prmt.b32 t,$4,0,0x4140;"
-    + _FP16_FIELD
-    + "mov.b32 {$0,$1},t; prmt.b32 t,$4,0,0x4342;"
-    + _FP16_FIELD.replace("$5", "$6")
-    + "mov.b32 {$2,$3},t; }"
-)
-SCALES_C = gl.constexpr("=&h,=&h,=&h,=&h,r,r,r")
 F8 = gl.constexpr((gl.float8e4nv,) * 8)
 H4 = gl.constexpr((gl.float16,) * 4)
-
-
-@triton.jit
-def quantize_x(x_ptr, o_ptr, scale_ptr, K, KT, B: tl.constexpr):
-    """x [M, K] -> e4m3 [M, KT * 64], words (t, s) of a tile to (s, t), and scale f32 [M] = amax / 448; one program a row."""
-    m = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, B * 64)
-    top = tl.zeros([B * 64], tl.float32)
-    for first in range(0, K, B * 64):
-        x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-    amax = tl.reduce(top, 0, _nan_max)
-    scale = tl.div_rn(tl.where(amax > 0, amax, 1.0), 448.0)  # IEEE division: the same bytes as the formula anywhere
-    scale = tl.where(amax != amax, amax, scale)
-    tl.store(scale_ptr + m, scale)
-    for first in range(0, KT * 64, B * 64):
-        x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
-        q = tl.div_rn(x, tl.zeros_like(x) + scale).to(tl.float8e4nv)
-        q = q.reshape([B, 4, 4, 4]).permute([0, 2, 1, 3]).reshape([B * 64])
-        tl.store(o_ptr + m * (KT * 64) + first + k, q, mask=first + k < KT * 64)
-
-
-@triton.jit
-def _nan_max(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -156,6 +101,7 @@ def wide_fp8(
     sx = gl.allocate_shared_memory(gl.float8e4nv, [XS, BT, 64 * U], SX)
     a = _fetch(ap, live_a, 0, KT, ka, EVEN)
     s = _fetch(sp, live_s, 0, KT, ks, EVEN)
+    gl_wait(True)
     for i in gl.static_range(XS - 2):
         cp_async(sx.index(i), xp + i * U * 64, mask=okx & (i * U + tx < KT)[None, :])
         cp_commit()

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
+from fp4.gpu.kernels.pdl import gl_wait, trigger
 
 
 @triton.jit
@@ -26,6 +27,7 @@ def permute_x(x_ptr, o_ptr, count_ptr, words, tiles, B: tl.constexpr, COUNTS: tl
 
     Grid (M, ceil(tiles / B)). The first program also zeroes the COUNTS counters that a split product uses.
     """
+    trigger(True)
     m = tl.program_id(0).to(tl.int64)
     w = tl.program_id(1) * (B * 32) + tl.arange(0, B * 32)
     x = tl.load(x_ptr + m * words + w, mask=w < words, other=0)
@@ -157,6 +159,7 @@ def wide_m(
     sx = gl.allocate_shared_memory(DT, [XS, BT, 64], SX)
     a = _fetch(ap, live_a, kt0, kend, ka, EVEN)
     s = _fetch(sp + ((kt0 // 4) * L + (kt0 % 4) // 2), live_s, kt0, kend, ks, EVEN)
+    gl_wait(True)  # x and the counters come from permute_x, the weights do not
     for i in gl.static_range(XS - 2):
         cp_async(sx.index(i), xp + (kt0 + i) * 64, mask=okx & (kt0 + i < kend))
         cp_commit()

@@ -1,0 +1,41 @@
+# mypy: ignore-errors
+"""Programmatic dependent launch (SM90 and newer): a kernel's blocks start while the kernel before it drains, and wait where they must.
+
+``trigger`` lets the next kernel of the stream start once every block here has called it or ended. ``wait`` returns when the kernel before
+has ended and its writes are visible. Rules of the chains here: the first kernel of a call is an ordinary launch, so nothing older
+runs; every other one calls ``wait`` before it reads what the call wrote, and before it ends, so that the end of one kernel means the end
+of all before it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["gl_trigger", "gl_wait", "trigger", "wait"]
+
+
+@triton.jit
+def trigger(ON: tl.constexpr):
+    if ON:
+        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0,0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait(ON: tl.constexpr):
+    if ON:
+        tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0,0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def gl_trigger(ON: gl.constexpr):
+    if ON:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0,0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def gl_wait(ON: gl.constexpr):
+    if ON:
+        gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0,0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

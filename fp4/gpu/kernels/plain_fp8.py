@@ -1,0 +1,119 @@
+"""W4A8 in plain Triton: MXFP4 weights become e4m3 exactly, x is quantised to e4m3 with one scale a token; SM89 and newer.
+
+What ``wide_fp8`` (Hopper) and the kernel here share: which weights fit, the quantiser of x, the scale decode. The kernel is an ordinary
+``tl.dot`` of e4m3 tiles, ``mma.m16n8k32`` on SM89.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp4.errors import Unsupported
+from fp4.gpu.kernels.decode import _FP16_FIELD, unpack_words
+from fp4.gpu.kernels.pdl import trigger
+
+#: binades below the largest scale of a row that stay exact
+SPAN = 9
+
+
+def row_base(scale: torch.Tensor) -> torch.Tensor:
+    """Largest scale byte of each row, u8 [n]. scale: ue8m0 bytes [n, k / 32]. Raises Unsupported when a row spans over SPAN binades."""
+    s = scale.to(torch.int32)
+    high, low = s.amax(-1), s.amin(-1)
+    if bool((high == 255).any()):
+        raise Unsupported("prepare: W4A8 needs finite scales; a scale byte is 255 (NaN); use act='keep'")
+    wide = high - low > SPAN
+    if bool(wide.any()):
+        row = int(wide.to(torch.uint8).argmax())
+        raise Unsupported(
+            f"prepare: W4A8 keeps MXFP4 weights exact in e4m3 while the scales of a row span at most {SPAN} binades; "
+            f"{int(wide.sum())} of {len(high)} rows span more (row {row}: {int(low[row]) - 127} .. {int(high[row]) - 127}); use act='keep'"
+        )
+    return high.to(torch.uint8)
+
+
+#: scale word $4, row biases $5 (e = 0) and $6 (e = 1) -> fp16 scales e0 p0, e0 p1, e1 p0, e1 p1
+SCALES_ROW = tl.constexpr(
+    "{ .reg .b32 t,v; prmt.b32 t,$4,0,0x4140;"
+    + _FP16_FIELD
+    + "mov.b32 {$0,$1},t; prmt.b32 t,$4,0,0x4342;"
+    + _FP16_FIELD.replace("$5", "$6")
+    + "mov.b32 {$2,$3},t; }"
+)
+SCALES_C = tl.constexpr("=&h,=&h,=&h,=&h,r,r,r")
+
+
+@triton.jit
+def quantize_x(x_ptr, o_ptr, scale_ptr, K, KT, B: tl.constexpr, FRAG: tl.constexpr, PDL: tl.constexpr):
+    """x [M, K] -> e4m3 [M, KT * 64] and scale f32 [M] = amax / 448; one program a row. FRAG: words (t, s) of a tile go to (s, t)."""
+    trigger(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, B * 64)
+    top = tl.zeros([B * 64], tl.float32)
+    for first in range(0, K, B * 64):
+        x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+    amax = tl.reduce(top, 0, _nan_max)
+    scale = tl.div_rn(tl.where(amax > 0, amax, 1.0), 448.0)  # IEEE division: the same bytes as the formula anywhere
+    scale = tl.where(amax != amax, amax, scale)
+    tl.store(scale_ptr + m, scale)
+    for first in range(0, KT * 64, B * 64):
+        x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
+        q = tl.div_rn(x, tl.zeros_like(x) + scale).to(tl.float8e4nv)
+        if FRAG:
+            q = q.reshape([B, 4, 4, 4]).permute([0, 2, 1, 3]).reshape([B * 64])
+        tl.store(o_ptr + m * (KT * 64) + first + k, q, mask=first + k < KT * 64)
+
+
+@triton.jit
+def _nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def dense_fp8_plain(
+    x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, oc_ptr, ws_ptr, M, N, NT, KT, KB,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """y[m, n] = xs[m] ws[n] sum_k x8[m, k] w8[n, k] (+ bias[n]). x: e4m3 [M, KT * 64]; a CTA owns BM rows of x and R * 16 of W; U % 4 == 0.
+
+    oc: i32 [NT * 16] row biases of the scale decode, ws: f32 [NT * 16] row scales, xs: f32 [M]. One sum over U * 64 columns is one dot;
+    sums of dots are fp32 adds.
+    """
+    rt = tl.program_id(0) * R
+    m = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
+    kk = tl.arange(0, U * 64)
+    n = rt * 16 + tl.arange(0, R * 16)
+    r = tl.arange(0, R)[:, None, None, None, None]
+    g = tl.arange(0, 8)[None, None, :, None, None]
+    t = tl.arange(0, 4)[None, None, None, :, None]
+    u = tl.arange(0, U)[None, :, None, None, None]
+    c = tl.arange(0, 4)[None, None, None, None, :]
+    b = tl.arange(0, U // 4)[None, :, None, None, None]
+    v = tl.arange(0, 2)[None, None, None, None, :]
+    row = (rt + r).to(tl.int64)
+    here = rt + r < NT
+    oc0 = tl.load(oc_ptr + (rt + r) * 16 + g, mask=here & (g >= 0), other=0)
+    oc1 = tl.load(oc_ptr + (rt + r) * 16 + g + 8, mask=here & (g >= 0), other=0)
+    oc0, oc1 = tl.broadcast_to(oc0, [R, U // 4, 8, 4, 2]), tl.broadcast_to(oc1, [R, U // 4, 8, 4, 2])
+    acc = tl.zeros([BM, R * 16], dtype=tl.float32)
+    for kt in range(0, KT, U):
+        x = tl.load(
+            x_ptr + m[:, None] * (KT * 64) + (kt * 64 + kk)[None, :], mask=(m < M)[:, None] & (kt * 64 + kk < KT * 64)[None, :], other=0.0
+        )
+        live = here & (kt + u < KT) & (g >= 0) & (t >= 0) & (c >= 0)
+        a = tl.load(w_ptr + (row * KT + kt + u) * 128 + (g * 16 + t * 4 + c), mask=live, other=0)
+        ok = here & (kt // 4 + b < KB) & (g >= 0) & (t >= 0) & (v >= 0)
+        s = tl.load(s_ptr + (row * KB + kt // 4 + b) * 32 + ((g * 2 + t // 2) * 2 + v), mask=ok, other=0)
+        q0, q1, q2, q3 = tl.inline_asm_elementwise(SCALES_ROW, SCALES_C, [s, oc0, oc1], dtype=(tl.float16,) * 4, is_pure=True, pack=1)
+        s0 = tl.join(q0, q1).permute([0, 1, 4, 5, 2, 3]).reshape([R, U, 8, 4, 1])
+        s1 = tl.join(q2, q3).permute([0, 1, 4, 5, 2, 3]).reshape([R, U, 8, 4, 1])
+        o = unpack_words(a, tl.broadcast_to(s0, [R, U, 8, 4, 4]), tl.broadcast_to(s1, [R, U, 8, 4, 4]), True)
+        w = o.to(tl.float8e4nv).permute([0, 5, 2, 1, 3, 4, 6, 7]).reshape([R * 16, U * 64])
+        acc += tl.dot(x, tl.trans(w))
+    acc *= tl.load(xs_ptr + m, mask=m < M, other=0.0)[:, None] * tl.load(ws_ptr + n, mask=n < N, other=0.0)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + m[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
