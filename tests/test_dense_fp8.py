@@ -74,3 +74,65 @@ def test_prepare_for_fp8_activations_restores_and_refuses():
     nv = fp4.QuantizedTensor(format="nvfp4", codes=codes, scale=scale.repeat_interleave(2, -1))
     with pytest.raises(ValueError, match=r"6 significant bits|fp8"):
         fp4.prepare(nv, backend="triton", device=sm90, act="fp8")
+
+
+def mma_sums(products: np.ndarray, step: int, bits: int) -> np.ndarray:
+    """products [terms, n] added as an fp8 MMA does: ``step`` terms and the running sum are aligned to the largest exponent among them and
+    cut (toward zero) after ``bits`` bits."""
+    acc = np.zeros(products.shape[1])
+    for k in range(0, len(products), step):
+        part = np.concatenate([products[k : k + step], acc[None]])
+        top = np.maximum(np.abs(part).max(0), 1e-300)
+        unit = 2.0 ** (np.floor(np.log2(top)) - bits + 1)
+        acc = (np.trunc(part / unit) * unit).sum(0)
+    return acc
+
+
+@pytest.mark.parametrize("k", [32, 1024, 2880, 8192])
+def test_sums_of_14_bits_stay_within_the_bound(k):
+    """The bound of tests/gpu/test_dense.py (2e-3) leaves room for sums of 14 bits up to k = 8192 without a second accumulator; sums of
+    8 bits break it."""
+    g = torch.Generator().manual_seed(k)
+    x = torch.randn(64, k, generator=g)
+    x8 = (x / (x.abs().amax(-1, keepdim=True) / 448)).to(torch.float8_e4m3fn).double().numpy()
+    code = torch.randint(0, 16, (k,), generator=g).numpy()
+    span = torch.randint(0, 7, (k // 32,), generator=g).numpy().repeat(32)
+    products = (x8 * (E2M1[code] * 2.0 ** (1 - span))).T
+    size = np.abs(products).sum(0)
+    error = {bits: (np.abs(mma_sums(products, 32, bits) - products.sum(0)) / size).max() for bits in (8, 14)}
+    print(k, error)
+    assert error[14] < 1e-3
+    assert error[8] > 2e-3
+
+
+@pytest.mark.parametrize("frag_order", [False, True])
+def test_the_quantiser_is_the_formula(frag_order):
+    """quantize_x byte for byte against x / (amax / 448) with IEEE divisions, in Triton's interpreter or on a GPU.
+
+    A cast that goes through fp16, as Triton's does below SM90, rounds twice: one code in 400 was off by one on SM89's machine code.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    m, k, kt = 5, 4064, 64
+    x = (torch.randn(m, k, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1, 50, 0, 1])[:, None]).bfloat16()
+    x[0, :4] = torch.tensor([3.5, 0.2109375, 1.7578125e-2, -0.0])  # amax / 448 = 2^-7: ties
+    grid = torch.arange(128, 256) / 128  # every bf16 mantissa as x and, doubled, as amax: the row with most codes that two roundings change
+    ratio = grid / (2 * grid / torch.full_like(grid, 448.0))[:, None]
+    changed = (ratio.to(torch.float8_e4m3fn).float() != ratio.half().to(torch.float8_e4m3fn).float()).sum(1)
+    x[1] = grid.repeat(32)[:k]
+    x[1, 0] = 2 * grid[changed.argmax()]
+    x[4, 7] = torch.nan
+    x[2, :2048] *= torch.logspace(-8, 0, 2048).bfloat16()  # subnormals of e4m3 and below
+    q = torch.full((m, kt * 64), 0x55, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    xs = torch.zeros(m, device=device)
+    plain_fp8.quantize_x[(m,)](x.to(device), q, xs, k, kt, B=32, FRAG=frag_order, PDL=False, ROUND=True)
+    q = q.view(torch.uint8).cpu()
+    if frag_order:
+        q = q.reshape(m, kt, 4, 4, 4).transpose(2, 3).reshape(m, kt * 64)
+    top = x.float().abs().amax(-1, keepdim=True)
+    want = torch.where(top == 0, 1.0, top) / torch.full_like(top, 448.0)
+    assert torch.equal(xs.cpu()[:4], want[:4, 0])
+    assert torch.isnan(xs[4])
+    assert torch.equal(q[:4, :k], (x.float() / want)[:4].to(torch.float8_e4m3fn).view(torch.uint8))
+    assert (q[:4, k:] == 0).all()
+    twice = (x.float() / want)[:4].half().to(torch.float8_e4m3fn).view(torch.uint8)
+    assert (q[:4, :k] != twice).sum() > 10

@@ -15,7 +15,7 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 #: relative Frobenius error of rounding to the output type, with room for fp32 accumulation
 BOUND = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 2e-6}
 #: W4A8, error of an element over the sum of its terms' magnitudes: sums of 32 products with 14 bits, added up over k
-W4A8_BOUND = 4e-3
+W4A8_BOUND = 2e-3
 
 
 def weight(n, k, block, seed=0, scales=None, device="cuda"):
@@ -273,7 +273,7 @@ def test_w4a8_quantiser_is_the_formula(frag, k):
     assert torch.isnan(xs[8])
     x8 = (h / want).to(torch.float8_e4m3fn)
     assert torch.equal(q[:, :k].cpu().view(torch.uint8)[live], x8.view(torch.uint8)[live])
-    assert (q[:, k:].view(torch.uint8) == 0).all()
+    assert (q[:, k:].cpu().view(torch.uint8)[live] == 0).all()
 
 
 @pytest.mark.parametrize("wide", [pytest.param(True, marks=pytest.mark.sm90), False])

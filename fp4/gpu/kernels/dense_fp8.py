@@ -156,14 +156,14 @@ class Dense8:
         block = min(32, 1 << (self.kt - 1).bit_length())
         order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "K": "i32", "KT": "i32"}
         aligned = ("K",) if self.k % 16 == 0 else ()
-        kernel = launch.build(quantize_x, order, {"B": block, "FRAG": frag, "PDL": frag}, num_warps=8, aligned=aligned)
+        kernel = launch.build(quantize_x, order, {"B": block, "FRAG": frag, "PDL": frag, "ROUND": not frag}, num_warps=8, aligned=aligned)
         k, kt, device = self.k, self.kt, self.device
 
         def run(x: torch.Tensor, m: int, stream: int) -> tuple[torch.Tensor, int, int]:
             space = torch.empty(m * kt * 16 + m, dtype=torch.int32, device=device)
             x8 = space.data_ptr()
             scales = x8 + m * kt * 64
-            kernel(m, 1, stream, x.data_ptr(), x8, scales, k, kt, block, frag, frag)
+            kernel(m, 1, stream, x.data_ptr(), x8, scales, k, kt, block, frag, frag, not frag)
             return space, x8, scales
 
         return run

@@ -46,8 +46,22 @@ SCALES_C = tl.constexpr("=&h,=&h,=&h,=&h,r,r,r")
 
 
 @triton.jit
-def quantize_x(x_ptr, o_ptr, scale_ptr, K, KT, B: tl.constexpr, FRAG: tl.constexpr, PDL: tl.constexpr):
-    """x [M, K] -> e4m3 [M, KT * 64] and scale f32 [M] = amax / 448; one program a row. FRAG: words (t, s) of a tile go to (s, t)."""
+def round_e4m3(x):
+    """fp32 x to the nearest value that e4m3 holds, ties to even, still fp32: any cast of the result is exact. |x| <= 448 or NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = (size + 0x7FFFF + ((size >> 20) & 1)) & 0x7FF00000
+    small = (tl.abs(x) + 16384.0) - 16384.0  # the last bit of the sum is 2^-9, the step of the subnormals
+    size = tl.where(tl.abs(x) < 0.015625, small.to(tl.int32, bitcast=True), normal) | (bits ^ size)
+    return tl.where(x != x, x, size.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def quantize_x(x_ptr, o_ptr, scale_ptr, K, KT, B: tl.constexpr, FRAG: tl.constexpr, PDL: tl.constexpr, ROUND: tl.constexpr):
+    """x [M, K] -> e4m3 [M, KT * 64] and scale f32 [M] = amax / 448; one program a row. FRAG: words (t, s) of a tile go to (s, t).
+
+    ROUND: the target has no cast from fp32 that rounds once (Triton casts through fp16 below SM90).
+    """
     trigger(PDL)
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, B * 64)
@@ -61,7 +75,10 @@ def quantize_x(x_ptr, o_ptr, scale_ptr, K, KT, B: tl.constexpr, FRAG: tl.constex
     tl.store(scale_ptr + m, scale)
     for first in range(0, KT * 64, B * 64):
         x = tl.load(x_ptr + m * K + first + k, mask=first + k < K, other=0.0).to(tl.float32)
-        q = tl.div_rn(x, tl.zeros_like(x) + scale).to(tl.float8e4nv)
+        q = tl.div_rn(x, tl.zeros_like(x) + scale)
+        if ROUND:
+            q = round_e4m3(q)
+        q = q.to(tl.float8e4nv)
         if FRAG:
             q = q.reshape([B, 4, 4, 4]).permute([0, 2, 1, 3]).reshape([B * 64])
         tl.store(o_ptr + m * (KT * 64) + first + k, q, mask=first + k < KT * 64)
