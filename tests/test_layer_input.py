@@ -155,3 +155,81 @@ def test_local_experts_as_a_range(local: Any) -> None:
     full = layer()
     mine = torch.where((IDS == 1) | (IDS == 2), 1.0, 0.0)
     torch.testing.assert_close(fp4.moe(X, ex, IDS, ONES), fp4.moe(X, full, IDS, mine))
+
+
+def test_values_that_the_first_backend_cannot_hold_go_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ranking sees sizes only. A forced backend still raises; one that was merely best is passed over, with its reason kept."""
+
+    def refuse(problem: Any, weights: Any) -> Any:
+        raise fp4.Unsupported("prepare: scales too wide", {"narrow": "scale byte 0x00 is 0.0 here"})
+
+    narrow = types.SimpleNamespace(
+        name="narrow", probe=lambda: Ok(), supports=lambda p: Ok(1), layouts=reference.layouts, run=reference.run, prepare=refuse
+    )  # fmt: skip
+    both = {"narrow": narrow, "reference": reference}
+    monkeypatch.setattr(registry, "_discover", lambda: iter(both.items()))
+    registry.reset()
+    w = random_weight(1, "mxfp4", 48, 64)
+    with caplog.at_level("WARNING", logger="fp4"):
+        p = fp4.prepare(w)
+    assert p.backend == "reference"
+    assert "passed over: these values: scale byte 0x00 is 0.0 here" in p.explain()
+    assert "narrow was passed over for reference" in caplog.text
+    with pytest.raises(fp4.Unsupported, match="scales too wide"):
+        fp4.prepare(w, "narrow")
+    monkeypatch.setenv("FP4_BACKEND", "narrow")
+    with pytest.raises(fp4.Unsupported, match="scales too wide"):
+        fp4.prepare(w)
+    monkeypatch.delenv("FP4_BACKEND")
+    del both["reference"]
+    registry.reset()
+    with pytest.raises(fp4.Unsupported, match="no backend for the values") as e:
+        fp4.prepare(w)
+    assert "0.0 here" in e.value.reasons["narrow"]
+    monkeypatch.undo()
+    registry.reset()
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_plain_kernel_with_local_experts() -> None:
+    """Ids are global: the plain path must know which experts it holds. float32 x takes it on a GPU too."""
+    pytest.importorskip("triton", reason="the plain kernels are Triton's")
+    w13, w2 = random_weight(1, "nvfp4", 4, 64, 64).to(DEVICE), random_weight(2, "nvfp4", 4, 64, 32).to(DEVICE)
+    x, ids, ones = X.float().to(DEVICE), IDS.to(DEVICE), ONES.to(DEVICE)
+    how = {"gate_up": "up_gate", "activation": fp4.SwiGLU(), "local_experts": (1, 3), "act_dtype": torch.float32}
+    plain, want = (fp4.prepare_moe(w13, w2, backend=b, **how) for b in ("triton", "reference"))  # type: ignore[arg-type]
+    assert plain.meta["path"] == "plain"
+    torch.testing.assert_close(fp4.moe(x, plain, ids, ones), fp4.moe(x, want, ids, ones), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_scales_of_the_block_scaled_path(monkeypatch: pytest.MonkeyPatch, calibrated: bool) -> None:
+    """x is quantised with the checkpoint's input scale where there is one, and alpha undoes exactly that scale and the weight's.
+
+    The kernel needs Blackwell; its product is done here in torch from the very operands it is given.
+    """
+    pytest.importorskip("triton", reason="the kernel is Triton's")
+    from fp4.gpu.kernels import block_scaled
+
+    seen: list[Any] = []
+
+    def product(x: Any, w: Any, alpha: torch.Tensor, bias: torch.Tensor, block: int, out: torch.dtype) -> torch.Tensor:
+        a, b = (fp4.dequantize(fp4.QuantizedTensor("nvfp4", *t)) for t in (x, w))
+        seen.append((x, alpha))
+        return (a @ b.T * alpha + bias).to(out)
+
+    monkeypatch.setattr(block_scaled, "matmul", product)
+    q = random_weight(1, "nvfp4", 48, 64)
+    scale = torch.tensor(0.003)
+    w = fp4.QuantizedTensor("nvfp4", q.codes, q.scale, q.global_scale, input_scale=scale if calibrated else None)
+    p = fp4.prepare(w, "triton", device="sm120", act="nvfp4")
+    assert p.meta["path"] == "block_scaled"
+    bias = torch.linspace(-1, 1, 48)
+    y = p.bind()(X, bias, torch.float32)
+    xq = fp4.quantize(X, "nvfp4", global_scale=scale if calibrated else None)
+    assert torch.equal(seen[0][0][0], xq.codes)
+    torch.testing.assert_close(y, fp4.dequantize(xq) @ fp4.dequantize(q).T + bias, rtol=1e-4, atol=1e-4)

@@ -108,6 +108,20 @@ def test_what_ran_includes_our_own_paths() -> None:
     assert fp4.prepare(amd, "triton", device=Device.of("sm90")).meta["path"] == "plain"
 
 
+def test_tuned_experts_know_their_range_and_pad_within_their_window() -> None:
+    """The kernels compare global ids with ``first``; padding the scales of 96 columns to 256 must not widen the exponent window."""
+    from fp4.gpu.backends import _triton_moe
+
+    w13, w2 = random_weight(1, "mxfp4", 4, 128, 96), random_weight(2, "mxfp4", 4, 96, 64)
+    p = fp4.prepare_moe(
+        w13, w2, gate_up="gate_up", activation=fp4.SwiGLU(), backend="triton", device=Device.of("sm90"), local_experts=(1, 3)
+    )
+    assert p.meta["path"] == "moe"
+    assert torch.float16 in p.act_dtypes  # fp16 has the narrower window: 118..136 fits, and 0 in the padding would not
+    g = _triton_moe._bind(p)
+    assert (g.first, g.experts) == (1, 2)
+
+
 def test_path_that_does_not_fit_the_values_falls_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(problem: Any, weights: Any) -> Any:
         raise fp4.Unsupported("scales span more than the window")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fp4 import env, fuse
-from fp4.errors import BackendUnavailable, FormatMismatch, LayoutMismatch
+from fp4.errors import BackendUnavailable, FormatMismatch, LayoutMismatch, Unsupported
 from fp4.formats import E4M3
 from fp4.gpu import registry
 from fp4.gpu.device import Device
@@ -17,6 +18,8 @@ from fp4.prepared import Packed, Prepared, PreparedMoE, Weights, _Logical, pack
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["adopt", "prepare", "prepare_moe"]
+
+log = logging.getLogger("fp4")
 
 
 def prepare(
@@ -269,10 +272,23 @@ def _build(
     cls: type[Prepared] | type[PreparedMoE], problem: Problem, weights: Weights, backend: str | None, where: str
 ) -> Prepared | PreparedMoE:
     chosen = registry.choose(problem, backend, where)
-    module = registry.get(chosen)
-    layouts = module.layouts(problem)
-    own = getattr(module, "prepare", None)
-    packed = Packed(pack(problem, weights, layouts)) if own is None else own(problem, weights)
+    ranking, passed = registry.rank(problem), {}
+    while True:
+        module = registry.get(chosen)
+        layouts = module.layouts(problem)
+        own = getattr(module, "prepare", None)
+        try:
+            packed = Packed(pack(problem, weights, layouts)) if own is None else own(problem, weights)
+            break
+        except Unsupported as e:  # the values, which no ranking looks at: the next backend, unless this one was asked for by name
+            passed[chosen] = f"these values: {'; '.join(e.reasons.values()) or e}"
+            rest = [c.name for c in ranking if c.verdict and c.name not in passed]
+            if backend or env.backend():
+                raise
+            if not rest:
+                raise Unsupported(f"{where}: no backend for the values of {problem}", {**ranking.reasons, **passed}) from e
+            chosen = rest[0]
+            log.warning("%s: %s was passed over for %s: %s", where, ", ".join(passed), chosen, list(passed.values())[-1])
     out = cls(
         backend=chosen,
         problem=problem,
@@ -281,7 +297,7 @@ def _build(
         logical={prefix: _Logical.of(q) for prefix, q in weights.named().items()},
         versions=packed.versions,
         meta=packed.meta,
-        reasons=str(registry.rank(problem)),
+        reasons="\n".join([str(ranking), *(f"  {name:18s} passed over: {why}" for name, why in passed.items())]),
         act_dtypes=packed.act_dtypes or _act_dtypes(module, problem),
     )
     out.bind()

@@ -77,3 +77,18 @@ def test_saved_weights_come_back(tmp_path: Path) -> None:
         assert torch.equal(got.scale, given.scale)
     with pytest.raises(fp4.LayoutMismatch, match="prepared for SM100"):
         fp4.moe(layer.x, loaded, layer.ids, layer.weights)
+
+
+def test_a_scale_that_flashinfer_cannot_hold_goes_to_another_backend() -> None:
+    """ue8m0 byte 0 is 2^-127 in the format and 0.0 in some FlashInfer kernels: forced it is refused, else Triton takes the layer."""
+    layer = Layer("mxfp4", activation=fp4.SwiGLU())
+    layer.w13.scale[2, 5, 1], layer.w13.codes[2, 5] = 0, 0x11
+    with pretend.gpu((10, 0), Emulator((10, 0)).functions):
+        p = layer.prepare(None, Device.fake((10, 0)))  # type: ignore[arg-type]
+        assert p.backend == "triton"
+        assert "passed over: these values" in p.reasons
+        with pytest.raises(fp4.Unsupported, match=r"block scale byte 0x00 at \[2, 5, 1\]"):
+            layer.prepare("flashinfer_trtllm", Device.fake((10, 0)))
+        layer.w13.scale[1, 0, 0] = 0xFF  # NaN is no value that another backend would give
+        with pytest.raises(fp4.FormatMismatch, match="repair the checkpoint"):
+            layer.prepare(None, Device.fake((10, 0)))  # type: ignore[arg-type]

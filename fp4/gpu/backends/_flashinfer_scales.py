@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fp4.errors import FormatMismatch
+from fp4.errors import FormatMismatch, Unsupported
 from fp4.gpu.problem import Problem
 from fp4.tensor import QuantizedTensor
 
@@ -30,7 +30,8 @@ def check_scale_bytes(q: QuantizedTensor, where: str) -> None:
     """Refuse block scales that some kernel reads as another value.
 
     e4m3: a set sign bit (a negative block scale) and NaN. ue8m0: 255 (NaN; the SM90 kernel makes it infinity), and 0 over a block
-    with non-zero codes (2^-127; the SM90 kernel and FlashInfer's own dequantiser make it 0). Raises FormatMismatch.
+    with non-zero codes (2^-127; the SM90 kernel and FlashInfer's own dequantiser make it 0). Raises FormatMismatch; for the 0, which is a
+    number, Unsupported, so that another backend takes the weight.
     """
     lo, hi = exact_scale_range[q.format.name]
     s = q.scale
@@ -40,10 +41,15 @@ def check_scale_bytes(q: QuantizedTensor, where: str) -> None:
         bad &= ((codes & 0x77) != 0).any(-1) | (s > hi)
     if bool(bad.any()):
         at = bad.nonzero()[0].tolist()
-        raise FormatMismatch(
-            f"{where}: block scale byte {int(s[tuple(at)]):#04x} at {at} is outside {lo:#04x}..{hi:#04x}, which FlashInfer's "
+        byte = int(s[tuple(at)])
+        why = (
+            f"{where}: block scale byte {byte:#04x} at {at} is outside {lo:#04x}..{hi:#04x}, which FlashInfer's "
             f"kernels decode differently from {q.format}; repair the checkpoint or use backend='triton' or 'reference'"
         )
+        if q.format.name == "mxfp4" and byte == 0 and not bool((bad & (s > hi)).any()):
+            # 2^-127 is a number, and other backends read it
+            raise Unsupported(f"{where}: FlashInfer cannot hold these block scales", {"flashinfer": why})
+        raise FormatMismatch(why)
 
 
 def check_nvfp4_pair(w13: QuantizedTensor, w2: QuantizedTensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
