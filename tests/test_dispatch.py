@@ -150,6 +150,14 @@ def test_capabilities_are_names_and_have_no_order() -> None:
     assert Device.of("sm103").cc == (10, 3)
 
 
+def test_bytes_of_one_capability_are_no_other_ones() -> None:
+    hopper = Device.fake((9, 0))
+    assert hopper.same_target(Device.fake((9, 0), name="H200", sms=1))
+    for other in (Device.fake((8, 9)), Device.fake((10, 0)), Device.fake((12, 1)), Device.of("cpu")):
+        assert not hopper.same_target(other)
+        assert not other.same_target(hopper)
+
+
 # ---- forcing and excluding -----------------------------------------------------------------------------------------------------
 
 

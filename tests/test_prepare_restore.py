@@ -122,6 +122,25 @@ def test_tuned_experts_know_their_range_and_pad_within_their_window() -> None:
     assert (g.first, g.experts) == (1, 2)
 
 
+@pytest.mark.parametrize(("fmt", "act"), [("nvfp4", "any"), ("mxfp4", "any"), ("mxfp4", "fp8")])
+def test_tuned_linear_kernels_get_the_global_scale(monkeypatch: pytest.MonkeyPatch, fmt: str, act: str) -> None:
+    from fp4.gpu.backends import _triton_dense
+    from fp4.gpu.kernels import dense, dense_fp8
+
+    got: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dense, "Dense", lambda *args: got.append(args))
+    monkeypatch.setattr(dense_fp8, "Dense8", lambda codes, scale, base, *args: got.append((codes, scale, *args)))
+    w = random_weight(1, fmt, 48, 64)
+    p = fp4.prepare(w, "triton", device=Device.of("sm90"), act=act)
+    _triton_dense._bind(p)
+    codes, scale, second, n, k, *_ = got[0]
+    assert codes is p.arrays["codes"]
+    assert scale is p.arrays["scale"]
+    assert (second is None) == (w.global_scale is None)
+    assert second is None or torch.equal(second, w.global_scale)
+    assert (n, k) == (48, 64)
+
+
 def test_path_that_does_not_fit_the_values_falls_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(problem: Any, weights: Any) -> Any:
         raise fp4.Unsupported("scales span more than the window")
