@@ -139,6 +139,7 @@ def test_examples_a_and_b_become_each_other(a: cb.Example, b: cb.Example, tmp_pa
     }
     assert (group["input_activations"] is None) == (other["input_activations"] is None)
     assert "lm_head" in config["ignore"]
+    assert (config["kv_cache_scheme"] is None) == (want["kv_cache_scheme"] is None)
     nested = json.loads((tmp_path / MO / "hf_quant_config.json").read_text())["quantization"]
     assert nested["quant_algo"] == a.nested["quantization"]["quant_algo"]
     assert "lm_head" in nested["exclude_modules"]
@@ -195,6 +196,15 @@ def test_never_overwrites(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
         convert_checkpoint(SAMPLES / "modelopt" / "nvfp4", tmp_path / "out", CT)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists"):
+        convert_checkpoint(
+            SAMPLES / "modelopt" / "nvfp4", tmp_path / "out", CT, progress=lambda *_: (tmp_path / "out").mkdir(exist_ok=True)
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert not list((tmp_path / "out").iterdir())
 
 

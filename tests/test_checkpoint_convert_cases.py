@@ -116,6 +116,16 @@ def examples() -> list[tuple[str, cb.Example, str, set[str]]]:
     zero = cb.modelopt()
     zero.tensors[f"{cb.L}mlp.up_proj.weight_scale_2"] = cb.f32(0.0)
     zero.tensors[f"{cb.L}mlp.up_proj.weight_scale"] = torch.full((128, 4), 0xFF, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    single = cb.torchao()
+    for name in [n for n in single.tensors if n.endswith("per_tensor_scale")]:
+        del single.tensors[name]
+    for name, text in single.metadata.items():
+        if "NVFP4Tensor" in text:
+            single.metadata[name] = text.replace(', "per_tensor_scale"', "")
+    quark = cb.mxfp4_linears()
+    quark.config = cb.quark_config("mxfp4", act=cb.quark_spec("fp8", static=True))
+    for name in [n for n in quark.tensors if n.endswith("_proj.weight")]:
+        quark.tensors[name.replace(".weight", ".input_scale")] = torch.tensor(0.3, dtype=torch.bfloat16)
     exact = {"bit-exact"}
     return [
         ("E", cb.moe(), CT, exact),
@@ -125,6 +135,8 @@ def examples() -> list[tuple[str, cb.Example, str, set[str]]]:
         ("H to modelopt", cb.torchao(), MO, exact),
         ("I", cb.deepseek(), MO, {"bit-exact", "value-exact"}),
         ("J", cb.kimi(), MO, exact),
+        ("H single level", single, MO, exact),
+        ("G with FP8 activations", quark, CT, exact),
         ("K", cb.nemotron(), CT, exact),
         ("zero tensor", zero, CT, {"bit-exact", "value-exact"}),
         ("zero tensor to itself", zero, MO, {"bit-exact", "value-exact"}),

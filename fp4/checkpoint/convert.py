@@ -201,6 +201,8 @@ class _Conversion:
         self.weights.append(weight)
         if record.kind == "fp8":
             return
+        if weight.format == "nvfp4":  # a single-level NVFP4 tensor (torchao) means 1; the targets' names have two levels
+            weight.second = Scalar(1.0)
         for role, attribute in (("global", "second"), ("input", "input")):
             found = self._scalars(views, role)
             if len(found) > 1:
@@ -247,7 +249,7 @@ class _Conversion:
                 weight.lost = sum(self._lost(weight, e, exponent) for e in range(len(weight.views)))
                 if weight.act:
                     weight.notes.append(f"activations are left unquantised: the source's {weight.act} has no calibrated scale for NVFP4")
-                weight.format, weight.cast, weight.act = "nvfp4", exponent, None
+                weight.format, weight.cast, weight.act, weight.input = "nvfp4", exponent, None, None
                 weight.second = Scalar(2.0**exponent)
                 if weight.lost and not self.lossy:
                     weight.refused = (

@@ -31,7 +31,7 @@ class CompressedTensorsWriter:
             return "is a stacked tensor; compressed-tensors has one matrix an expert"
         if weight.format == "mxfp4" and weight.act in ("fp8", "mxfp8"):
             weight.notes.append(f"the source quantises activations to {weight.act}, which this dialect cannot say; written as weight-only")
-            weight.act = None
+            weight.act = weight.input = None
         return ""
 
     def blobs(self, loader: Loader, weight: Weight) -> list[Blob]:
