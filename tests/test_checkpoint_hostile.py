@@ -185,3 +185,17 @@ def test_deepseek_nvfp4_experts_without_activation_scales(tmp_path: Path) -> Non
         assert any("weight-only" in w for w in ck.warnings)
         for name, value in want.items():
             assert torch.equal(ck.dequantize(name), value)
+
+
+@pytest.mark.parametrize(("n", "k"), [(32, 0), (0, 64), (0, 0)])
+def test_quantised_tensor_without_elements(tmp_path: Path, n: int, k: int) -> None:
+    tensors = {
+        "a.weight": torch.zeros(n, k // 2, dtype=torch.uint8),
+        "a.weight_scale": torch.zeros(n, k // 16, dtype=torch.float8_e4m3fn),
+        "a.weight_scale_2": cb.f32(0.5),
+    }
+    with fp4.open_checkpoint(cb.Example(tensors, nested=cb.nested_config("W4A16_NVFP4", exclude=[])).write(tmp_path)) as ck:
+        q = ck["a.weight"]
+        assert isinstance(q, fp4.QuantizedTensor)
+        assert q.shape == (n, k)
+        assert ck.dequantize("a.weight").shape == (n, k)

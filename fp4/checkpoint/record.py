@@ -144,7 +144,8 @@ class Reader:
         raw = self.store.bytes(name)
         if record.codes_order == "k_n":
             return raw.reshape(*want[:-2], want[-1], want[-2]).transpose(-1, -2)
-        rows = self.store.entries[name].nbytes // max(math.prod(want[:-2]) * want[-1], 1)  # those beyond n are padding (fouroversix)
+        each = math.prod(want[:-2]) * want[-1]
+        rows = raw.numel() // each if each else want[-2]  # those beyond n are padding (fouroversix)
         return raw.reshape(*want[:-2], rows, want[-1])[..., : want[-2], :]
 
     def stored_scale(self) -> torch.Tensor:
