@@ -99,7 +99,8 @@ def _record(plan: Plan, name: str, stem: str, fastdeploy: bool, spec: Spec | Non
         for size in entries[other].shape:
             count *= size
         if count not in (1, experts, *pairs):
-            need = f", or [{experts}, 2]" if pairs else f"; rows are {order or 'of unknown order'}, so a value for each half means nothing"
+            halves = f"; rows are {order or 'of unknown order'}, so a value for each half means nothing" if count == 2 * experts else ""
+            need = f", or [{experts}, 2]" if pairs else halves
             raise CheckpointError(f"{place}: {other} has shape {list(entries[other].shape)}; need one value or {experts}{need}")
         if entries[other].dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{place}: {other} has dtype {entries[other].dtype}; need F32 (or BF16, F16, read by value)")

@@ -301,7 +301,11 @@ def _block(
             raise CheckpointError(
                 f"{where}: {entry.name} has shape {list(entry.shape)}; need one value"
                 + (f" or {experts}" if len(logical) > 2 else "")
-                + (f" (rows are {order or 'not a stack of gate and up'}, so a value for each half means nothing)" if count != 1 else "")
+                + (
+                    f" (rows are {order or 'not a stack of gate and up'}, so a value for each half means nothing)"
+                    if count == 2 * experts
+                    else ""
+                )
             )
         if entry.dtype not in _SCALARS:
             raise CheckpointError(f"{where}: {entry.name} has dtype {entry.dtype}; need F32 (or BF16, F16, read by value)")
