@@ -131,6 +131,8 @@ def test_tuned_linear_kernels_get_the_global_scale(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dense, "Dense", lambda *args: got.append(args))
     monkeypatch.setattr(dense_fp8, "Dense8", lambda codes, scale, base, *args: got.append((codes, scale, *args)))
     w = random_weight(1, fmt, 48, 64)
+    if act == "fp8":  # scales of a row within the binades that e4m3 weights can hold
+        w = replace(w, scale=w.scale.clamp(max=124))
     p = fp4.prepare(w, "triton", device=Device.of("sm90"), act=act)
     _triton_dense._bind(p)
     codes, scale, second, n, k, *_ = got[0]
