@@ -124,3 +124,39 @@ def test_the_hazard_check_can_fail():
     assert sass.hazards(loop.format("R61"))[1]
     waited = loop.replace("gsb0, 0x1", "gsb0, 0x0").format("R61")
     assert sass.hazards(waited)[1] == []
+
+
+OVERLAP = """
+from triton.backends.compiler import GPUTarget
+from fp4.gpu.kernels import dense_fp8, launch
+import torch
+launch.compile_only(GPUTarget("cuda", 90, 32))
+made = []
+build = launch.build
+def keep(*a, **k):
+    made.append(build(*a, **k))
+    return made[-1]
+launch.build = keep
+none = torch.zeros(4, dtype=torch.int32)
+for on in (False, True):
+    launch.OVERLAP = on
+    d = dense_fp8.Dense8(none, none, torch.full((256,), 120, dtype=torch.uint8), None, 256, 256, True)
+    d._plan(dense_fp8._TABLE[0][1], torch.bfloat16, torch.bfloat16, None)
+print([(k.compiled.metadata.name, k.compiled.metadata.launch_pdl) for k in made])
+for k in made:
+    name = k.compiled.metadata.name
+    want = "griddepcontrol.launch_dependents" if name == "quantize_x" else "griddepcontrol.wait"
+    assert want in k.compiled.asm["ptx"], name
+    if name == "wide_fp8":  # x is read behind the wait, the weights in front of it
+        ptx = k.compiled.asm["ptx"]
+        assert ptx.index("ld.global") < ptx.index(want) < ptx.index("cp.async.cg")
+"""
+
+
+def test_overlap_is_off_unless_asked_for():
+    """Only the second kernel of a chain may start early, only with launch.OVERLAP; its wait stands before the first read of x."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", OVERLAP], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    off, on = [("wide_fp8", False), ("quantize_x", False)], [("wide_fp8", True), ("quantize_x", False)]
+    assert done.stdout.strip() == str(off + on), done.stdout
