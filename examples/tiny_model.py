@@ -40,8 +40,7 @@ class TinyModel:
         if name not in self._ready:
             w = self.ck[name]
             # weights with a smoothing vector or a low-rank branch are more than codes and scales: fold them
-            folded = {"pre_quant_scale", "lora_a"} & set(self.ck.record(name).parts)
-            if isinstance(w, QuantizedTensor) and not folded:
+            if isinstance(w, QuantizedTensor) and not w.extras:
                 self._ready[name] = fp4.prepare(w, backend=self.backend, act_dtype=torch.float32, act="keep")
                 self.quantized.add(name)
             else:

@@ -17,7 +17,7 @@ import torch
 
 from fp4.errors import FormatMismatch, Unsupported
 from fp4.formats import E4M3
-from fp4.tensor import QuantizedTensor
+from fp4.tensor import QuantizedTensor, refuse_extras
 
 __all__ = ["expert_range", "fold_gate_up", "fuse", "rescale", "shard", "shard_bias", "slice_experts", "split_sizes", "stack"]
 
@@ -58,6 +58,7 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """
     if not parts:
         raise FormatMismatch("fuse: no tensors; need at least one")
+    refuse_extras("fuse", *parts)
     first = parts[0]
     for q in parts[1:]:
         if q.format != first.format or q.codes.shape[:-2] != first.codes.shape[:-2] or q.k != first.k:
@@ -101,6 +102,7 @@ def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """
     if not experts:
         raise FormatMismatch("stack: no tensors; need at least one")
+    refuse_extras("stack", *experts)
     first = experts[0]
     for i, q in enumerate(experts):
         if q.format != first.format or q.shape != first.shape or q.axis % len(q.shape) != first.axis % len(first.shape):
@@ -187,6 +189,7 @@ def shard(
         raise FormatMismatch(f"shard: dim is {dim!r}; need 'n' or 'k'")
     if not 0 <= rank < size:
         raise FormatMismatch(f"shard: rank {rank} is outside [0, {size})")
+    refuse_extras("shard", q)
     if dim == "n":
         part = _rows(q.codes.shape[-2], gate_up or q.gate_up, rank, size, unit, uneven)
         return replace(q, codes=_take(q.codes, -2, *part), scale=_take(q.scale, -2, *part), shape=(), axis=-1, source={})

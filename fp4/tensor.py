@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +14,12 @@ from fp4 import formats
 from fp4.errors import FormatMismatch
 from fp4.formats import Format
 
-__all__ = ["GATE_UP_ORDERS", "QuantizedTensor"]
+__all__ = ["EXTRAS", "GATE_UP_ORDERS", "QuantizedTensor", "refuse_extras"]
 
 #: rows of a stacked gate/up matrix: g0 u0 g1 u1 .. | all gate rows, then all up rows | all up rows, then all gate rows
 GATE_UP_ORDERS = ("interleaved", "gate_up", "up_gate")
+#: parts of a layer beside its codes: a factor on x [k]; a low-rank branch [r, k] and [n, r]
+EXTRAS = ("pre_quant_scale", "lora_a", "lora_b")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class QuantizedTensor:
 
     ``shape`` and ``axis`` describe the unquantised tensor: ``axis`` is its quantised dimension. Raises FormatMismatch
     when a dtype or shape disagrees with the format.
+
+    ``extras`` holds what AWQ and SVD exports (ModelOpt NVFP4_AWQ, NVFP4_SVD) keep beside the codes; the layer is then
+    ``y = x' value^T + (x' lora_a^T) lora_b^T`` with ``x' = x * pre_quant_scale``, and the codes alone are not its weight.
+    ``fp4.dequantize`` gives the codes' values; ``prepare``, ``prepare_moe``, ``fuse`` and ``stack`` refuse such a tensor until the
+    caller takes the extras over.
     """
 
     format: Format
@@ -46,6 +54,8 @@ class QuantizedTensor:
     gate_up: str | None = None
     #: where it came from: tensor names, file, direction of each scale as stored
     source: dict[str, Any] = field(default_factory=dict, compare=False)
+    #: role -> tensor, roles of EXTRAS; see above
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         fmt = formats.get(self.format)
@@ -90,6 +100,7 @@ class QuantizedTensor:
             raise FormatMismatch(f"{where}: codes are on {codes.device}, scale on {scale.device}; move both to one device")
         for name in ("global_scale", "input_scale"):
             self._check_second_level(where, name)
+        self._check_extras(where)
         if self.gate_up is not None and self.gate_up not in GATE_UP_ORDERS:
             raise FormatMismatch(f"{where}: gate_up is {self.gate_up!r}; need one of {', '.join(GATE_UP_ORDERS)} or None")
 
@@ -116,6 +127,19 @@ class QuantizedTensor:
             raise FormatMismatch(f"{where}: {name} has shape {list(t.shape)}; need [] or one value an expert, [{experts}]")
         object.__setattr__(self, name, t)
 
+    def _check_extras(self, where: str) -> None:
+        if unknown := sorted(set(self.extras) - set(EXTRAS)):
+            raise FormatMismatch(f"{where}: extras holds {', '.join(map(repr, unknown))}; need one of {', '.join(EXTRAS)}")
+        if ("lora_a" in self.extras) != ("lora_b" in self.extras):
+            raise FormatMismatch(f"{where}: extras holds one of lora_a and lora_b; need both")
+        if bad := [name for name, t in self.extras.items() if not isinstance(t, torch.Tensor)]:
+            raise FormatMismatch(f"{where}: {bad[0]} of extras is {type(self.extras[bad[0]]).__name__}; need a torch.Tensor")
+        object.__setattr__(self, "extras", {name: t.to(self.codes.device) for name, t in self.extras.items()})
+
+    def bare(self) -> QuantizedTensor:
+        """The codes and scales without ``extras``: says that the caller multiplies x and adds the branch itself."""
+        return replace(self, extras={})
+
     @property
     def k(self) -> int:
         """Length of the quantised axis."""
@@ -127,8 +151,8 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and second-level scales."""
-        parts = (self.codes, self.scale, self.global_scale, self.input_scale)
+        """Bytes of codes, scales, second-level scales and extras."""
+        parts = (self.codes, self.scale, self.global_scale, self.input_scale, *self.extras.values())
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
     @property
@@ -141,5 +165,27 @@ class QuantizedTensor:
         return replace(self, **moved)
 
     def __repr__(self) -> str:
-        second = "" if self.global_scale is None else f", global_scale={list(self.global_scale.shape)}"
-        return f"QuantizedTensor({self.format}, shape={list(self.shape)}{second}, device={self.device})"
+        extras = f", extras={'+'.join(self.extras)}" if self.extras else ""
+        return f"QuantizedTensor({self.format}, shape={list(self.shape)}{second_level(self.global_scale)}{extras}, device={self.device})"
+
+
+def second_level(g: torch.Tensor | None) -> str:
+    """``, global_scale=..`` of a repr: the value of a scalar on the CPU (elsewhere it would be a synchronisation), else the shape."""
+    if g is None:
+        return ""
+    shown = f"{float(g):g}" if g.ndim == 0 and g.device.type == "cpu" and type(g) is torch.Tensor else str(list(g.shape))
+    return f", global_scale={shown}"
+
+
+def refuse_extras(where: str, *tensors: QuantizedTensor, keyword: str = "") -> None:
+    """Raises FormatMismatch for a tensor whose codes alone are not the layer's weight."""
+    for q in tensors:
+        if q.extras:
+            name = q.source.get("name", "")
+            steps = ["multiply x by pre_quant_scale"] if "pre_quant_scale" in q.extras else []
+            steps += ["add (x @ lora_a.T) @ lora_b.T to the result"] if "lora_a" in q.extras else []
+            raise FormatMismatch(
+                f"{where}: {repr(name) if name else 'the weight'} has {', '.join(q.extras)}, which its codes do not hold; use "
+                f"ck.dequantize(name, fold=True) as a plain weight, or {' and '.join(steps)} yourself (q.extras) and pass "
+                f"{keyword or 'q.bare()'}"
+            )

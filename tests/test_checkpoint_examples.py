@@ -138,7 +138,7 @@ def test_a_awq(tmp_path: Path) -> None:
     ex.tensors[f"{L}self_attn.o_proj.pre_quant_scale"] = pqs
     ck = check(ex.write(tmp_path), ex, "modelopt")
     name = f"{L}self_attn.o_proj.weight"
-    assert torch.equal(ck[name].source["pre_quant_scale"], pqs)
+    assert torch.equal(ck[name].extras["pre_quant_scale"], pqs)
     assert torch.equal(ck.dequantize(name, fold=True), ex.want[name] * pqs.float())
 
 

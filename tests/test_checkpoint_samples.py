@@ -84,7 +84,7 @@ def test_svd_branch_and_prequant_scale_are_exposed_and_folded() -> None:
     for name in (n for n in ck.names() if ck.record(n).kind == "block"):
         m = name.removesuffix(".weight")
         q = ck[name]
-        assert torch.equal(q.source["pre_quant_scale"], stored[f"{m}.pre_quant_scale"])
+        assert torch.equal(q.extras["pre_quant_scale"], stored[f"{m}.pre_quant_scale"])
         a, b = (stored[f"{m}.weight_quantizer._svdquant_lora_{x}"].float() for x in "ab")
         want = (ck.dequantize(name) + b @ a) * stored[f"{m}.pre_quant_scale"].float()
         torch.testing.assert_close(ck.dequantize(name, fold=True), want, rtol=1e-6, atol=1e-7)

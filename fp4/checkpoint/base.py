@@ -282,6 +282,7 @@ class Checkpoint:
                     split[:, i].contiguous() if split is not None else second,
                     (experts, n // 2, k),
                     source={"name": name, "half": "gate" if len(out) == 0 else "up"},
+                    extras=reader.extras(),
                 )
             )
         return out[0], out[1]

@@ -13,7 +13,7 @@ from fp4.checkpoint.index import Store
 from fp4.errors import CheckpointError
 from fp4.formats import Format
 from fp4.ref.quantize import dequantize_blocks
-from fp4.tensor import QuantizedTensor
+from fp4.tensor import EXTRAS, QuantizedTensor
 
 __all__ = ["Record", "Rule", "Spec"]
 
@@ -235,9 +235,6 @@ class Reader:
             "activations": record.activations,
             "transposed": record.transposed,
         }
-        for role in ("pre_quant_scale", "lora_a", "lora_b"):
-            if role in record.parts:
-                source[role] = store.tensor(record.parts[role])
         experts = math.prod(record.logical[:-2])
         if second is not None and second.ndim and second.numel() != experts and experts:
             second = self._merge_halves(second, experts, "global")
@@ -245,8 +242,12 @@ class Reader:
             # one activation feeds gate and up, so the larger multiplier is safe for both: nothing saturates
             second_input = second_input.reshape(experts, -1).amax(-1)
         return QuantizedTensor(
-            record.format, codes, scale, second, record.logical, -1, None, second_input, record.gate_up, source
+            record.format, codes, scale, second, record.logical, -1, None, second_input, record.gate_up, source, self.extras()
         )  # fmt: skip
+
+    def extras(self) -> dict[str, torch.Tensor]:
+        """The smoothing vector and the low-rank branch, as stored."""
+        return {role: self.store.tensor(self.record.parts[role]) for role in EXTRAS if role in self.record.parts}
 
     def _merge_halves(self, second: torch.Tensor, experts: int, role: str) -> torch.Tensor:
         halves = second.reshape(experts, -1)

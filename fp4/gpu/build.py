@@ -15,7 +15,7 @@ from fp4.gpu import registry
 from fp4.gpu.device import Device
 from fp4.gpu.problem import DTYPES, Problem
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights, _Logical, pack
-from fp4.tensor import QuantizedTensor
+from fp4.tensor import QuantizedTensor, refuse_extras
 
 __all__ = ["adopt", "prepare", "prepare_moe"]
 
@@ -30,17 +30,23 @@ def prepare(
     act: str = "any",
     act_dtype: torch.dtype = torch.bfloat16,
     out_dtype: torch.dtype | None = None,
+    extras_applied: bool = False,
 ) -> Prepared:
     """Choose a backend for a linear weight and store it the way that backend reads it.
 
     ``q``: QuantizedTensor [n, k], quantised along the axis that the product contracts. ``device``: where it shall run (default: where q
     is). ``act``: what may happen to x: "any" (the backend's choice, stated by ``explain``), "keep" (never quantised), or the format to
-    quantise it to. Raises Unsupported with every backend's reason, FormatMismatch for a tensor that is no [n, k] weight.
+    quantise it to. ``extras_applied``: the caller multiplies x and adds the low-rank branch of ``q.extras`` itself; without it such a
+    tensor is refused, since its codes alone are another layer. Raises Unsupported with every backend's reason, FormatMismatch for a
+    tensor that is no [n, k] weight.
     """
     if not isinstance(q, QuantizedTensor):
         raise FormatMismatch(f"prepare: got {type(q).__name__}; need a QuantizedTensor (fp4.quantize, or fp4.open_checkpoint(path)[name])")
     if q.codes.ndim != 2:
         raise FormatMismatch(f"prepare: weight has shape {list(q.shape)}; need [n, k]; stacked experts go to fp4.prepare_moe")
+    if not extras_applied:
+        refuse_extras("prepare", q, keyword="extras_applied=True")
+    q = q.bare()
     where, facts = _place(q.device, device)
     problem = Problem(
         "matmul",
@@ -77,6 +83,7 @@ def prepare_moe(
     local_experts: tuple[int, int] | None = None,
     num_experts: int | None = None,
     tp: tuple[int, int] = (0, 1),
+    extras_applied: bool = False,
 ) -> PreparedMoE:
     """Choose a backend for the experts of one MoE layer.
 
@@ -86,18 +93,21 @@ def prepare_moe(
 
     Expert parallel: ``local_experts = (start, stop)`` keeps that range of the given experts; with ``num_experts`` the tensors are
     already the local ones. Top-k ids stay global and ids outside the range contribute zero. Tensor parallel: ``tp = (rank, size)``
-    takes that shard of i (gate and up separately, K between blocks, ``bias2`` on rank 0 only).
+    takes that shard of i (gate and up separately, K between blocks, ``bias2`` on rank 0 only). ``extras_applied`` as in ``prepare``.
     """
     from fp4.ref import activation as activations
 
     where_ = "prepare_moe"
     activation = activations.get("silu" if activation is None else activation)
     gated = activation.gated
+    if not extras_applied:
+        stacks = (*w13, w2) if isinstance(w13, (tuple, list)) else (w13, w2)
+        refuse_extras(where_, *(q for q in stacks if isinstance(q, QuantizedTensor)), keyword="extras_applied=True")
     gate_up_scale: torch.Tensor | None = None
     if isinstance(w13, (tuple, list)):
         w13, gate_up_scale = _stack_gate_up(w13, gate_up)
         gate_up = "gate_up"
-    a, b = _three_dim("w13", w13), _three_dim("w2", w2)
+    a, b = _three_dim("w13", w13).bare(), _three_dim("w2", w2).bare()
     gate_up = _gate_up_order(a, gate_up, gated, activation)
     if a.format != b.format or a.codes.shape[0] != b.codes.shape[0]:
         raise FormatMismatch(f"{where_}: w13 is {a}, w2 is {b}; need the same format and number of experts")

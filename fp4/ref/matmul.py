@@ -8,7 +8,7 @@ import torch
 
 from fp4.errors import FormatMismatch
 from fp4.ref.quantize import dequantize_blocks
-from fp4.tensor import QuantizedTensor
+from fp4.tensor import QuantizedTensor, refuse_extras
 
 __all__ = ["ACCUMULATORS", "check_input", "expert", "matmul", "weight"]
 
@@ -93,6 +93,7 @@ def matmul(
         raise FormatMismatch(f"{where}: acc is {acc}; need torch.float32 or torch.float64")
     if q.codes.ndim != 2:
         raise FormatMismatch(f"{where}: the weight has shape {list(q.shape)}; need [n, k], or call fp4.moe for stacked experts")
+    refuse_extras(where, q)
     check_input(where, x, q.k, q.codes.device)
     check_bias(where, bias, (q.codes.shape[0],), q.codes.device)
     y = x.to(acc) @ weight(q, acc).T
