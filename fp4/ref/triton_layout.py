@@ -4,7 +4,8 @@
     kernel[grid](..., RO, CO, DIGITS=layout.digits)           # DIGITS: tl.constexpr, RO and CO run-time integers
 
 ``layout.digits`` depends on the layout only, so one binary serves every shape (decorate the kernel with
-``do_not_specialize=["RO", "CO"]``). Offsets are 64-bit when row, col, RO or CO are.
+``do_not_specialize=["RO", "CO"]``). Offsets are 64-bit when row or col are. With row, col, RO and CO all unsigned, divisions by powers of
+two are single shifts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def layout_offset(row, col, RO, CO, DIGITS: tl.constexpr):
         free = CO if DIGITS[i][0] else RO
         place = DIGITS[i][2] * free if DIGITS[i][3] else DIGITS[i][2]
         size = DIGITS[i][1] if DIGITS[i][1] else free
-        digit = index // place
+        digit = index // tl.cast(place, index.dtype)
         if DIGITS[i][4]:
-            digit = digit % size
+            digit = digit % tl.cast(size, index.dtype)
         if DIGITS[i][8]:
             digit = size - 1 - digit
         if DIGITS[i][6]:

@@ -237,21 +237,132 @@ def _error(code, d, g, x, RULE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _place(b, blocks_row, rows_mat, s_mat, s_row, s_k, BLOCK: tl.constexpr, FLAT: tl.constexpr):
-    """Element offset of the first element of block b; no division when rows follow each other without gaps."""
-    if FLAT:
-        start = b * BLOCK
+def _split4(w):
+    """[n, 4] -> its four columns."""
+    even, odd = tl.split(tl.reshape(w, [w.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _magnitudes(w):
+    """Pairs of bf16, i32 -> bits of |even| and |odd| element as f32."""
+    return (w << 16) & 0x7FFF0000, w & 0x7FFF0000
+
+
+@triton.jit
+def _top(w, NAN: tl.constexpr):
+    """Pairs of bf16, i32 [n, 4] -> the largest bits of a magnitude, i32 [n]; -1 if NaN is ignored and there is nothing else."""
+    even, odd = _magnitudes(w)
+    if NAN == 1:
+        even = tl.where(even > 0x7F800000, -1, even)
+        odd = tl.where(odd > 0x7F800000, -1, odd)
+    a, b, c, d = _split4(tl.maximum(even, odd))
+    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+
+
+@triton.jit
+def _at_most(y, TOP: tl.constexpr):
+    """f32 of sign plus, or NaN of any sign -> at most TOP, NaN too. No compiler may fuse a product before it with a sum after it."""
+    return tl.minimum(y.to(tl.uint32, bitcast=True), bits_of(tl.full([], TOP, tl.float32)).to(tl.uint32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1_up(y):
+    """f32 from 0 to 6 -> its e2m1 code, ties to even, in the low 3 bits of 0x4B400000, i32.
+
+    The code is the concave function min(2 y, y + 2, y / 2 + 4) rounded to an integer: each line by one addition, exact until it rounds.
+    """
+    low = bits_of(y * 2.0 + 12582912.0)  # 1.5 * 2^23: its neighbours are integers
+    middle = bits_of(y + 12582914.0)
+    high = bits_of(y * 0.5 + 12582916.0)
+    return tl.minimum(tl.minimum(low, middle), high)
+
+
+@triton.jit
+def _pack8_e2m1(w, factor):
+    """Pairs of bf16, i32 [n, 4], by the factor of each row -> 8 codes with the sign bits of w, i32 [n]."""
+    even, odd = _magnitudes(w)
+    c_even = _e2m1_up(_at_most(from_bits(even) * factor[:, None], 6.0))
+    c_odd = _e2m1_up(_at_most(from_bits(odd) * factor[:, None], 6.0))
+    # codes at bits 0 and 16; the bits of 0x4B40 stay clear of them
+    a, b, c, d = _split4((c_even + c_odd * 65536) | ((w >> 12) & 0x00080008))
+    ab, cd = a + b * 256, c + d * 256
+    evens = (ab & 0xFFFF) | (cd << 16)
+    odds = ((ab >> 16) & 0xFFFF) | (cd & -65536)
+    return evens + odds * 16 + 0x4BF74C00  # -16 * 0x8B408B40: what 0x4B40 left in the high halves
+
+
+@triton.jit
+def _e4m3_field(m, factor):
+    """Bits of f32 magnitudes by the factor of each row -> e4m3 code at bit 20, i32; 0x7F for NaN."""
+    y = from_bits(m) * factor[:, None]
+    code = fields_of(round_even(y, 3, -6), 3, -6, 0x7E).to(tl.int32)
+    return tl.where(y != y, 0x07F00000, code)
+
+
+@triton.jit
+def _pack8_e4m3(w, factor, CONVERT: tl.constexpr):
+    """As ``_pack8_e2m1``: two words i32 [n] of four e4m3 codes each. CONVERT: by the instruction of SM89 and later."""
+    if CONVERT:
+        even, odd = _magnitudes(w)
+        e0, e1, e2, e3 = _split4(from_bits(even) * factor[:, None])
+        o0, o1, o2, o3 = _split4(from_bits(odd) * factor[:, None])
+        w0, w1, w2, w3 = _split4(w)
+        ASM: tl.constexpr = """{
+            .reg .b16 l, h;
+            .reg .b32 p, s;
+            cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;
+            mov.b32 p, {l, h};
+            prmt.b32 s, $5, $6, 0x7531;
+            lop3.b32 $0, s, 0x80808080, p, 0xEA;
+        }"""
+        first = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e0, o0, e1, o1, w0, w1], dtype=tl.int32, is_pure=True, pack=1)
+        second = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e2, o2, e3, o3, w2, w3], dtype=tl.int32, is_pure=True, pack=1)
     else:
+        even, odd = _magnitudes(w)
+        codes = (_e4m3_field(even, factor) >> 20) | (_e4m3_field(odd, factor) >> 12) | ((w >> 8) & 0x80) | ((w >> 16) & 0x8000)
+        a, b, c, d = _split4(codes)
+        first, second = a | (b << 16), c | (d << 16)
+    return first, second
+
+
+@triton.jit
+def _join4(a, b, c, d):
+    """Four [n] -> [n, 4]."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])
+
+
+@triton.jit
+def _quotient(n, factor, shift):
+    """n // d for 0 <= n < 2^31, u32, by the two numbers of ``divider(d)``."""
+    return tl.umulhi(n.to(tl.uint32) << 1, factor.to(tl.uint32)) >> shift.to(tl.uint32)
+
+
+@triton.jit
+def _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE: tl.constexpr, ONE: tl.constexpr):
+    """(matrix, row, column) of block b; ONE matrix needs no division for it."""
+    if WIDE:
         row = b // blocks_row
-        start = (row // rows_mat) * s_mat + (row % rows_mat) * s_row + (b % blocks_row) * (s_k * BLOCK)
-    return start
+        col = b - row * blocks_row
+        mat = row // rows_mat
+    else:
+        row = _quotient(b, by_row, row_shift)
+        col = b.to(tl.uint32) - row * blocks_row.to(tl.uint32)
+        mat = row * 0 if ONE else _quotient(row, by_mat, mat_shift)
+    row = row if ONE else row - mat * rows_mat.to(mat.dtype)
+    return mat, row, col
 
 
-@triton.jit(do_not_specialize=["blocks", "blocks_row", "rows_mat", "RO", "CO", "bytes_mat"])
+@triton.jit(
+    do_not_specialize=["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat", "mat_shift", "RO", "CO", "bytes_mat"]
+)
 def _quantize_kernel(
     x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
-    blocks, blocks_row, rows_mat, s_mat, s_row, s_k, RO, CO, bytes_mat,
-    N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
+    blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
+    PAIRS: tl.constexpr, CONVERT: tl.constexpr, ONE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
     DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
     EMAX: tl.constexpr, SCALE: tl.constexpr,
     TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
@@ -264,24 +375,37 @@ def _quantize_kernel(
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
     b = first + tl.arange(0, N)
     live = b < blocks
-    e = tl.arange(0, BLOCK)
-    start = _place(b, blocks_row, rows_mat, s_mat, s_row, s_k, BLOCK, FLAT)
-    step = e if FLAT else e * s_k
-    x = _load_f32(x_ptr + start[:, None] + step[None, :], live[:, None])
-    if ACT >= 0:
-        up = _load_f32(up_ptr + start[:, None] + step[None, :], live[:, None]) if ACT > 0 else x
-        x = _step(activate(x, up, p0, p1, p2, ACT), ACT_ROUND)
-
-    if FLUSH:
-        x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
-    # amax on the bits of |x|: the order of magnitudes is that of their bits, infinity and NaN come last
-    magnitude = bits_of(x) & 0x7FFFFFFF
-    if NAN == 1:  # ignore: -1 is below every magnitude and stays only if all are NaN
-        magnitude = tl.where(magnitude > 0x7F800000, -1, magnitude)
-        top = tl.max(magnitude, 1)
-        amax = from_bits(tl.where(top < 0, 0x7FC00000, top))
+    mat, row, col = _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
+    if FLAT:
+        start = b * BLOCK
     else:
-        amax = from_bits(tl.max(magnitude, 1))
+        start = mat.to(b.dtype) * s_mat + row.to(b.dtype) * s_row + col.to(b.dtype) * (s_k * BLOCK)
+    if PAIRS:  # a thread holds a whole block, so nothing moves between threads
+        p = x_ptr + (start // 2)[:, None] + tl.arange(0, 4)[None, :]
+        w0 = tl.load(p, mask=live[:, None], other=0)
+        w1 = tl.load(p + 4, mask=live[:, None], other=0)
+        top = tl.maximum(_top(w0, NAN), _top(w1, NAN))
+        if BLOCK == 32:
+            w2 = tl.load(p + 8, mask=live[:, None], other=0)
+            w3 = tl.load(p + 12, mask=live[:, None], other=0)
+            top = tl.maximum(top, tl.maximum(_top(w2, NAN), _top(w3, NAN)))
+    else:
+        e = tl.arange(0, BLOCK)
+        step = e if FLAT else e * s_k
+        x = _load_f32(x_ptr + start[:, None] + step[None, :], live[:, None])
+        if ACT >= 0:
+            up = _load_f32(up_ptr + start[:, None] + step[None, :], live[:, None]) if ACT > 0 else x
+            x = _step(activate(x, up, p0, p1, p2, ACT), ACT_ROUND)
+        if FLUSH:
+            x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
+        # amax on the bits of |x|: the order of magnitudes is that of their bits, infinity and NaN come last
+        magnitude = bits_of(x) & 0x7FFFFFFF
+        if NAN == 1:  # ignore: -1 is below every magnitude and stays only if all are NaN
+            magnitude = tl.where(magnitude > 0x7F800000, -1, magnitude)
+        top = tl.max(magnitude, 1)
+    if NAN == 1:
+        top = tl.where(top < 0, 0x7FC00000, top)
+    amax = from_bits(top)
     bad = amax != amax
     if INF != 1:
         bad = bits_of(amax) >= 0x7F800000
@@ -297,9 +421,8 @@ def _quantize_kernel(
         factor = from_bits(tl.where(bad, 0x7FC00000, power))
     else:
         if EXPERTS:
-            which = (b // blocks_row) // rows_mat
-            g = tl.load(g_ptr + which, mask=live, other=1.0)
-            gs = tl.load(gs_ptr + which, mask=live, other=1.0)
+            g = tl.load(g_ptr + mat, mask=live, other=1.0)
+            gs = tl.load(gs_ptr + mat, mask=live, other=1.0)
         else:
             g = tl.load(g_ptr + tl.zeros([1], tl.int32))
             gs = tl.load(gs_ptr + tl.zeros([1], tl.int32))
@@ -312,33 +435,52 @@ def _quantize_kernel(
         )
 
     DIVIDE: tl.constexpr = (SCALE != 2) and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3))
-    y = _scaled(x, factor, DIVIDE)
-    if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
-        # the usual case, with the fewest instructions: NaN has become 7 by itself; signs join while codes still are at bit 22
-        fields = fields_of(round_even(y, MAN, EMIN), MAN, EMIN, TOP_CODE) | ((bits_of(x) >> 6) & 0x02000000).to(tl.uint32, bitcast=True)
-        even, odd = tl.split(tl.reshape(fields, [N, BLOCK // 2, 2]))
-        packed = ((even + (odd << 4)) >> 22).to(tl.uint8)
+    if PAIRS:
+        if PACK:
+            q = codes_ptr + (b * (BLOCK // 8))[:, None]
+            if BLOCK == 32:
+                words = _join4(_pack8_e2m1(w0, factor), _pack8_e2m1(w1, factor), _pack8_e2m1(w2, factor), _pack8_e2m1(w3, factor))
+                tl.store(q + tl.arange(0, 4)[None, :], words, mask=live[:, None])
+            else:
+                tl.store(q + tl.arange(0, 2)[None, :], tl.join(_pack8_e2m1(w0, factor), _pack8_e2m1(w1, factor)), mask=live[:, None])
+        else:
+            q = codes_ptr + (b * (BLOCK // 4))[:, None] + tl.arange(0, 4)[None, :]
+            c0, c1 = _pack8_e4m3(w0, factor, CONVERT)
+            c2, c3 = _pack8_e4m3(w1, factor, CONVERT)
+            tl.store(q, _join4(c0, c1, c2, c3), mask=live[:, None])
+            if BLOCK == 32:
+                c4, c5 = _pack8_e4m3(w2, factor, CONVERT)
+                c6, c7 = _pack8_e4m3(w3, factor, CONVERT)
+                tl.store(q + 4, _join4(c4, c5, c6, c7), mask=live[:, None])
     else:
-        code = _codes(x, y, PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
-        if FOUR_OVER_SIX != 0:
-            byte4, factor4, d4 = _e4m3_scale(
-                v * 1.5, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
-            )
-            code4 = _codes(x, _scaled(x, factor4, DIVIDE), PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
-            four = _error(code4, d4, g, x, FOUR_OVER_SIX, BLOCK) < _error(code, d, g, x, FOUR_OVER_SIX, BLOCK)
-            byte = tl.where(four, byte4, byte)
-            code = tl.where(four[:, None], code4, code)
-        packed = pack_nibbles(code) if PACK else code.to(tl.uint8)
-    WIDTH: tl.constexpr = BLOCK // 2 if PACK else BLOCK
-    place = (b * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-    tl.store(codes_ptr + place, packed, mask=live[:, None])
+        y = _scaled(x, factor, DIVIDE)
+        if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
+            # the usual case, with the fewest instructions: NaN has become 7 by itself; signs join while codes still are at bit 22
+            fields = fields_of(round_even(y, MAN, EMIN), MAN, EMIN, TOP_CODE) | ((bits_of(x) >> 6) & 0x02000000).to(tl.uint32, bitcast=True)
+            even, odd = tl.split(tl.reshape(fields, [N, BLOCK // 2, 2]))
+            packed = ((even + (odd << 4)) >> 22).to(tl.uint8)
+        else:
+            code = _codes(x, y, PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
+            if FOUR_OVER_SIX != 0:
+                byte4, factor4, d4 = _e4m3_scale(
+                    v * 1.5, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
+                )
+                code4 = _codes(x, _scaled(x, factor4, DIVIDE), PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
+                four = _error(code4, d4, g, x, FOUR_OVER_SIX, BLOCK) < _error(code, d, g, x, FOUR_OVER_SIX, BLOCK)
+                byte = tl.where(four, byte4, byte)
+                code = tl.where(four[:, None], code4, code)
+            packed = pack_nibbles(code) if PACK else code.to(tl.uint8)
+        WIDTH: tl.constexpr = BLOCK // 2 if PACK else BLOCK
+        place = (b * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+        tl.store(codes_ptr + place, packed, mask=live[:, None])
 
     if len(DIGITS) == 0:
         at = b
-    else:
-        row = b // blocks_row
-        mat = row // rows_mat
-        at = layout_offset(row % rows_mat, b % blocks_row, RO, CO, DIGITS) + mat * bytes_mat
+    elif WIDE:
+        at = layout_offset(row, col, RO, CO, DIGITS) + mat * bytes_mat
+    else:  # unsigned: divisions by powers of two are single shifts
+        at = layout_offset(row, col, RO.to(tl.uint32), CO.to(tl.uint32), DIGITS)
+        at = at if ONE else at + mat * bytes_mat.to(tl.uint32)
     tl.store(scale_ptr + at, byte.to(tl.uint8), mask=live)
 
 
@@ -446,21 +588,40 @@ def quantize_blocks(
     g = one if global_scale is None else global_scale.to(torch.float32).reshape(-1)
     gs = torch.reciprocal(g) if encode_scale is None else encode_scale.to(torch.float32).reshape(-1)
     approx = recipe.reciprocal != "exact"
-    size = tile or (TILE_INTERPRETED if interpreted() else TILE)
-    n = min(size // fmt.block, triton.next_power_of_2(blocks))
     flat = s_k == 1 and s_row == k and (mats == 1 or s_mat == rows_mat * k)
     reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
     act, params = (-1, (0.0, 0.0, 0.0)) if activation is None else constants(activation)
     other = rows if up is None else strides(up)[0]
-    as_bits = interpreted() and rows.dtype == torch.bfloat16
+    constants = _constants(fmt, recipe, x.dtype)
+    wide = reach >= WIDE_FROM - (tile or TILE_INTERPRETED)
+    pairs = act < 0 and constants["PAIRS"] and s_k == 1 and (s_row | s_mat) % 2 == 0 and rows.data_ptr() % 4 == 0
+    if tile is None and pairs and not interpreted():
+        size = 32 * num_warps * fmt.block
+    else:
+        size = tile or (TILE_INTERPRETED if interpreted() else TILE)
+    n = min(size // fmt.block, triton.next_power_of_2(blocks))
+    view = torch.int32 if pairs else torch.int16 if interpreted() and rows.dtype == torch.bfloat16 else rows.dtype
     _quantize_kernel[(triton.cdiv(blocks, n),)](
-        rows.view(torch.int16) if as_bits else rows, other.view(torch.int16) if as_bits else other,
-        codes, scale, g, gs, rcp_approx_table(x.device) if approx else one, *params,
-        blocks, blocks_row, rows_mat, s_mat, s_row, s_k, *free, bytes_mat,
-        N=n, FLAT=flat, WIDE=reach >= WIDE_FROM - size, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
-        ACT=act, ACT_ROUND=_ROUND[x.dtype], **_constants(fmt, recipe, x.dtype),
+        rows.view(view), rows.view(view) if up is None else other.view(view),
+        codes.view(torch.int32) if pairs else codes, scale, g, gs, rcp_approx_table(x.device) if approx else one, *params,
+        blocks, blocks_row, rows_mat, *divider(blocks_row), *divider(rows_mat), s_mat, s_row, s_k, *free, bytes_mat,
+        CONVERT=pairs and fmt.codes_per_byte == 1 and _has_e4m3(x.device), ONE=mats == 1, N=n, FLAT=flat, WIDE=wide, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
+        ACT=act, ACT_ROUND=_ROUND[x.dtype], **(constants | {"PAIRS": pairs}),
     )  # fmt: skip
     return codes, scale
+
+
+@lru_cache(maxsize=4096)
+def divider(d: int) -> tuple[int, int]:
+    """(multiplier as i32, shift) so that n // d = n * multiplier >> (31 + shift) for 0 <= n < 2^31 (Granlund and Montgomery 1994)."""
+    shift = (d - 1).bit_length()
+    return (1 << (31 + shift)) // d + 1 - (1 << 32), shift
+
+
+@lru_cache(maxsize=64)
+def _has_e4m3(device: torch.device) -> bool:
+    """Whether the device converts float32 to e4m3 by an instruction: SM89 and later."""
+    return not interpreted() and int(triton.runtime.driver.active.get_current_target().arch) >= 89
 
 
 @lru_cache(maxsize=256)
@@ -468,6 +629,8 @@ def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any
     """The format and the recipe as the kernel's compile-time constants."""
     elem = fmt.elem
     choices = {name.upper(): recipe.code(name) for name in ("tie", "zero_sign", "nan_code", "nan", "inf", "underflow")}
+    usual = (recipe.tie, recipe.zero_sign, recipe.nan_code, recipe.flush) == ("even", "keep", "signed_max", False)
+    choices["PAIRS"] = usual and dtype == torch.bfloat16 and recipe.four_over_six == "off" and not recipe.encode_order.startswith("x/")
     return choices | {
         "BLOCK": fmt.block,
         "PACK": fmt.codes_per_byte == 2,
