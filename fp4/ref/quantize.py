@@ -52,6 +52,10 @@ def _pieces(x: torch.Tensor, block: int, elements: int = 0) -> Iterator[torch.Te
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     """Largest finite |x|, f32 []; 0 for an empty tensor. x: f32, bf16 or f16 [..., k]."""
+    if x.is_cuda:
+        from fp4.ref.triton_amax import finite_amax
+
+        return finite_amax(x)
     best = torch.zeros((), dtype=torch.float32, device=x.device)
     for piece in _pieces(x, x.shape[-1]) if x.numel() else ():
         size = piece.abs()
@@ -60,6 +64,15 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
             top = size.where(torch.isfinite(size), 0).amax().to(torch.float32)
         best = torch.maximum(best, top)
     return best
+
+
+def _expert_amax(x: torch.Tensor) -> torch.Tensor:
+    """``tensor_amax`` of each x[e], f32 [experts]."""
+    if x.is_cuda:
+        from fp4.ref.triton_amax import finite_amax
+
+        return finite_amax(x, per_expert=True)
+    return torch.stack([tensor_amax(part) for part in x])
 
 
 def block_amax(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -282,7 +295,7 @@ def resolve_global_scale(
     if global_scale is None and encode_scale is not None:
         return torch.reciprocal(encode_scale), encode_scale
     if global_scale is None:
-        amax = torch.stack([tensor_amax(part) for part in x]) if per_expert and x.shape[0] else tensor_amax(x)
+        amax = _expert_amax(x) if per_expert and x.shape[0] else tensor_amax(x)
         if per_expert and not x.shape[0]:
             amax = torch.zeros(0, dtype=torch.float32, device=x.device)
         return default_global_scale(amax, recipe, x.dtype)

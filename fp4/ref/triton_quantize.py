@@ -1,9 +1,10 @@
 """Golden Triton kernels: block quantisation and dequantisation by Format and Recipe, byte-equal to ``quantize`` and ``scales``.
 
 One program handles ``tile / block`` consecutive blocks of the row-major tensor; x is read once, 16 bytes a thread, codes and scales
-are written once, so the kernels are bound by memory. Every choice of the Recipe is a compile-time constant. Scale bytes go to any byte
-layout of the catalogue through ``layout_offset``, in the same pass. The kernels hold no index arithmetic per element: strides and
-divisions are per block, and none is left when x is contiguous.
+are written once. The usual recipes take bf16 as pairs in 32-bit words, a whole block a thread (``triton_pairs``): fewer instructions
+than the memory's time hides, and nothing passes between threads (benchmarks/notes/quantize.md counts them). Every choice of the Recipe
+is a compile-time constant. Scale bytes go to any byte layout of the catalogue through ``layout_offset``, in the same pass. The kernels
+hold no index arithmetic per element: strides and divisions are per block, divisions by multiplication.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fp4.ref.triton_codes import (
     round_even,
 )
 from fp4.ref.triton_layout import layout_offset
+from fp4.ref.triton_pairs import join4, pack8_e2m1, pack8_e4m3, top_of_pairs
 
 __all__ = ["dequantize_blocks", "quantize_blocks"]
 
@@ -237,105 +239,6 @@ def _error(code, d, g, x, RULE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _split4(w):
-    """[n, 4] -> its four columns."""
-    even, odd = tl.split(tl.reshape(w, [w.shape[0], 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
-
-
-@triton.jit
-def _magnitudes(w):
-    """Pairs of bf16, i32 -> bits of |even| and |odd| element as f32."""
-    return (w << 16) & 0x7FFF0000, w & 0x7FFF0000
-
-
-@triton.jit
-def _top(w, NAN: tl.constexpr):
-    """Pairs of bf16, i32 [n, 4] -> the largest bits of a magnitude, i32 [n]; -1 if NaN is ignored and there is nothing else."""
-    even, odd = _magnitudes(w)
-    if NAN == 1:
-        even = tl.where(even > 0x7F800000, -1, even)
-        odd = tl.where(odd > 0x7F800000, -1, odd)
-    a, b, c, d = _split4(tl.maximum(even, odd))
-    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-
-
-@triton.jit
-def _at_most(y, TOP: tl.constexpr):
-    """f32 of sign plus, or NaN of any sign -> at most TOP, NaN too. No compiler may fuse a product before it with a sum after it."""
-    return tl.minimum(y.to(tl.uint32, bitcast=True), bits_of(tl.full([], TOP, tl.float32)).to(tl.uint32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1_up(y):
-    """f32 from 0 to 6 -> its e2m1 code, ties to even, in the low 3 bits of 0x4B400000, i32.
-
-    The code is the concave function min(2 y, y + 2, y / 2 + 4) rounded to an integer: each line by one addition, exact until it rounds.
-    """
-    low = bits_of(y * 2.0 + 12582912.0)  # 1.5 * 2^23: its neighbours are integers
-    middle = bits_of(y + 12582914.0)
-    high = bits_of(y * 0.5 + 12582916.0)
-    return tl.minimum(tl.minimum(low, middle), high)
-
-
-@triton.jit
-def _pack8_e2m1(w, factor):
-    """Pairs of bf16, i32 [n, 4], by the factor of each row -> 8 codes with the sign bits of w, i32 [n]."""
-    even, odd = _magnitudes(w)
-    c_even = _e2m1_up(_at_most(from_bits(even) * factor[:, None], 6.0))
-    c_odd = _e2m1_up(_at_most(from_bits(odd) * factor[:, None], 6.0))
-    # codes at bits 0 and 16; the bits of 0x4B40 stay clear of them
-    a, b, c, d = _split4((c_even + c_odd * 65536) | ((w >> 12) & 0x00080008))
-    ab, cd = a + b * 256, c + d * 256
-    evens = (ab & 0xFFFF) | (cd << 16)
-    odds = ((ab >> 16) & 0xFFFF) | (cd & -65536)
-    return evens + odds * 16 + 0x4BF74C00  # -16 * 0x8B408B40: what 0x4B40 left in the high halves
-
-
-@triton.jit
-def _e4m3_field(m, factor):
-    """Bits of f32 magnitudes by the factor of each row -> e4m3 code at bit 20, i32; 0x7F for NaN."""
-    y = from_bits(m) * factor[:, None]
-    code = fields_of(round_even(y, 3, -6), 3, -6, 0x7E).to(tl.int32)
-    return tl.where(y != y, 0x07F00000, code)
-
-
-@triton.jit
-def _pack8_e4m3(w, factor, CONVERT: tl.constexpr):
-    """As ``_pack8_e2m1``: two words i32 [n] of four e4m3 codes each. CONVERT: by the instruction of SM89 and later."""
-    if CONVERT:
-        even, odd = _magnitudes(w)
-        e0, e1, e2, e3 = _split4(from_bits(even) * factor[:, None])
-        o0, o1, o2, o3 = _split4(from_bits(odd) * factor[:, None])
-        w0, w1, w2, w3 = _split4(w)
-        ASM: tl.constexpr = """{
-            .reg .b16 l, h;
-            .reg .b32 p, s;
-            cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;
-            mov.b32 p, {l, h};
-            prmt.b32 s, $5, $6, 0x7531;
-            lop3.b32 $0, s, 0x80808080, p, 0xEA;
-        }"""
-        first = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e0, o0, e1, o1, w0, w1], dtype=tl.int32, is_pure=True, pack=1)
-        second = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e2, o2, e3, o3, w2, w3], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        even, odd = _magnitudes(w)
-        codes = (_e4m3_field(even, factor) >> 20) | (_e4m3_field(odd, factor) >> 12) | ((w >> 8) & 0x80) | ((w >> 16) & 0x8000)
-        a, b, c, d = _split4(codes)
-        first, second = a | (b << 16), c | (d << 16)
-    return first, second
-
-
-@triton.jit
-def _join4(a, b, c, d):
-    """Four [n] -> [n, 4]."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])
-
-
-@triton.jit
 def _quotient(n, factor, shift):
     """n // d for 0 <= n < 2^31, u32, by the two numbers of ``divider(d)``."""
     return tl.umulhi(n.to(tl.uint32) << 1, factor.to(tl.uint32)) >> shift.to(tl.uint32)
@@ -356,13 +259,12 @@ def _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE
     return mat, row, col
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat", "mat_shift", "RO", "CO", "bytes_mat"]
-)
+@triton.jit(do_not_specialize=["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat", "mat_shift", "RO", "CO", "bytes_mat"])
 def _quantize_kernel(
     x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
     blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
-    PAIRS: tl.constexpr, CONVERT: tl.constexpr, ONE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr, CONVERT: tl.constexpr, ONE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
     DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
     EMAX: tl.constexpr, SCALE: tl.constexpr,
     TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
@@ -384,11 +286,11 @@ def _quantize_kernel(
         p = x_ptr + (start // 2)[:, None] + tl.arange(0, 4)[None, :]
         w0 = tl.load(p, mask=live[:, None], other=0)
         w1 = tl.load(p + 4, mask=live[:, None], other=0)
-        top = tl.maximum(_top(w0, NAN), _top(w1, NAN))
+        top = tl.maximum(top_of_pairs(w0, NAN, FLUSH), top_of_pairs(w1, NAN, FLUSH))
         if BLOCK == 32:
             w2 = tl.load(p + 8, mask=live[:, None], other=0)
             w3 = tl.load(p + 12, mask=live[:, None], other=0)
-            top = tl.maximum(top, tl.maximum(_top(w2, NAN), _top(w3, NAN)))
+            top = tl.maximum(top, tl.maximum(top_of_pairs(w2, NAN, FLUSH), top_of_pairs(w3, NAN, FLUSH)))
     else:
         e = tl.arange(0, BLOCK)
         step = e if FLAT else e * s_k
@@ -438,20 +340,23 @@ def _quantize_kernel(
     if PAIRS:
         if PACK:
             q = codes_ptr + (b * (BLOCK // 8))[:, None]
+            c0 = pack8_e2m1(w0, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+            c1 = pack8_e2m1(w1, factor, ZERO_SIGN, NAN_CODE, FLUSH)
             if BLOCK == 32:
-                words = _join4(_pack8_e2m1(w0, factor), _pack8_e2m1(w1, factor), _pack8_e2m1(w2, factor), _pack8_e2m1(w3, factor))
-                tl.store(q + tl.arange(0, 4)[None, :], words, mask=live[:, None])
+                c2 = pack8_e2m1(w2, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+                c3 = pack8_e2m1(w3, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
             else:
-                tl.store(q + tl.arange(0, 2)[None, :], tl.join(_pack8_e2m1(w0, factor), _pack8_e2m1(w1, factor)), mask=live[:, None])
+                tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
         else:
             q = codes_ptr + (b * (BLOCK // 4))[:, None] + tl.arange(0, 4)[None, :]
-            c0, c1 = _pack8_e4m3(w0, factor, CONVERT)
-            c2, c3 = _pack8_e4m3(w1, factor, CONVERT)
-            tl.store(q, _join4(c0, c1, c2, c3), mask=live[:, None])
+            c0, c1 = pack8_e4m3(w0, factor, CONVERT)
+            c2, c3 = pack8_e4m3(w1, factor, CONVERT)
+            tl.store(q, join4(c0, c1, c2, c3), mask=live[:, None])
             if BLOCK == 32:
-                c4, c5 = _pack8_e4m3(w2, factor, CONVERT)
-                c6, c7 = _pack8_e4m3(w3, factor, CONVERT)
-                tl.store(q + 4, _join4(c4, c5, c6, c7), mask=live[:, None])
+                c4, c5 = pack8_e4m3(w2, factor, CONVERT)
+                c6, c7 = pack8_e4m3(w3, factor, CONVERT)
+                tl.store(q + 4, join4(c4, c5, c6, c7), mask=live[:, None])
     else:
         y = _scaled(x, factor, DIVIDE)
         if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
@@ -592,9 +497,9 @@ def quantize_blocks(
     reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
     act, params = (-1, (0.0, 0.0, 0.0)) if activation is None else constants(activation)
     other = rows if up is None else strides(up)[0]
-    constants = _constants(fmt, recipe, x.dtype)
+    chosen = _constants(fmt, recipe, x.dtype)
     wide = reach >= WIDE_FROM - (tile or TILE_INTERPRETED)
-    pairs = act < 0 and constants["PAIRS"] and s_k == 1 and (s_row | s_mat) % 2 == 0 and rows.data_ptr() % 4 == 0
+    pairs = act < 0 and chosen["PAIRS"] and s_k == 1 and (s_row | s_mat) % 2 == 0 and rows.data_ptr() % 4 == 0
     if tile is None and pairs and not interpreted():
         size = 32 * num_warps * fmt.block
     else:
@@ -605,8 +510,9 @@ def quantize_blocks(
         rows.view(view), rows.view(view) if up is None else other.view(view),
         codes.view(torch.int32) if pairs else codes, scale, g, gs, rcp_approx_table(x.device) if approx else one, *params,
         blocks, blocks_row, rows_mat, *divider(blocks_row), *divider(rows_mat), s_mat, s_row, s_k, *free, bytes_mat,
-        CONVERT=pairs and fmt.codes_per_byte == 1 and _has_e4m3(x.device), ONE=mats == 1, N=n, FLAT=flat, WIDE=wide, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
-        ACT=act, ACT_ROUND=_ROUND[x.dtype], **(constants | {"PAIRS": pairs}),
+        CONVERT=pairs and fmt.codes_per_byte == 1 and _has_e4m3(x.device), ONE=mats == 1,
+        N=n, FLAT=flat, WIDE=wide, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
+        ACT=act, ACT_ROUND=_ROUND[x.dtype], **(chosen | {"PAIRS": pairs}),
     )  # fmt: skip
     return codes, scale
 
@@ -629,8 +535,10 @@ def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any
     """The format and the recipe as the kernel's compile-time constants."""
     elem = fmt.elem
     choices = {name.upper(): recipe.code(name) for name in ("tie", "zero_sign", "nan_code", "nan", "inf", "underflow")}
-    usual = (recipe.tie, recipe.zero_sign, recipe.nan_code, recipe.flush) == ("even", "keep", "signed_max", False)
-    choices["PAIRS"] = usual and dtype == torch.bfloat16 and recipe.four_over_six == "off" and not recipe.encode_order.startswith("x/")
+    # recipes whose elements are rounded pairwise: bf16, ties to even, one scale, a product
+    pairs = dtype == torch.bfloat16 and (recipe.tie, recipe.four_over_six) == ("even", "off") and not recipe.encode_order.startswith("x/")
+    pairs = pairs and recipe.zero_sign in (("keep", "of_value") if elem.bits == 4 else ("keep",))
+    choices["PAIRS"] = pairs and (elem.bits == 4 or (recipe.nan_code, recipe.flush) == ("signed_max", False))
     return choices | {
         "BLOCK": fmt.block,
         "PACK": fmt.codes_per_byte == 2,
