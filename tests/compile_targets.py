@@ -14,16 +14,17 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
+from sass import disassemble, straight_length
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fp4 import layouts, recipe
-from fp4.formats import MXFP4, NVFP4
+from fp4.formats import MXFP4, MXFP8, NVFP4
 from fp4.gpu.kernels import permute
 from fp4.gpu.kernels.block_scaled import block_scaled
-from fp4.ref import triton_quantize
+from fp4.ref import triton_amax, triton_quantize
 from fp4.ref.triton_matmul import _product
 
 ARCH = int(sys.argv[1])
@@ -100,10 +101,15 @@ def launched(host: Any) -> Any:
     return kernels[0]
 
 
-def quantize(fmt: Any, dtype: torch.dtype, preset: str = "default") -> Any:
-    x = torch.zeros((256, 512), dtype=dtype)
-    how = recipe.get(preset, fmt.name)
-    return launched(lambda: triton_quantize.quantize_blocks(x, fmt, how, None if fmt is MXFP4 else torch.ones(())))
+def quantize(fmt: Any, dtype: torch.dtype, preset: str = "default", layout: str = "") -> Any:
+    x = torch.zeros((256, 8192), dtype=dtype)
+    how, order = recipe.get(preset, fmt.name), layouts.get(layout) if layout else None
+    g = torch.ones(()) if fmt.tensor_scale else None
+    return launched(lambda: triton_quantize.quantize_blocks(x, fmt, how, g, g, order))
+
+
+def amax(dtype: torch.dtype) -> Any:
+    return launched(lambda: triton_amax.finite_amax(torch.zeros((256, 512), dtype=dtype)))
 
 
 def dequantize(fmt: Any) -> Any:
@@ -121,6 +127,14 @@ def permuted(name: str, inverse: bool = False) -> Any:
 
 CASES: dict[str, Any] = {
     "quantize nvfp4 bf16": lambda: quantize(NVFP4, torch.bfloat16),
+    "quantize nvfp4 bf16 to sf_128x4": lambda: quantize(NVFP4, torch.bfloat16, layout="sf_128x4"),
+    "quantize nvfp4 bf16 te": lambda: quantize(NVFP4, torch.bfloat16, "te"),
+    "quantize nvfp4 bf16 flashinfer": lambda: quantize(NVFP4, torch.bfloat16, "flashinfer"),
+    "quantize mxfp4 bf16": lambda: quantize(MXFP4, torch.bfloat16),
+    "quantize mxfp4 bf16 to sf_128x4": lambda: quantize(MXFP4, torch.bfloat16, layout="sf_128x4"),
+    "quantize mxfp8 bf16": lambda: quantize(MXFP8, torch.bfloat16),
+    "amax bf16": lambda: amax(torch.bfloat16),
+    "amax fp32": lambda: amax(torch.float32),
     "quantize mxfp4 fp16": lambda: quantize(MXFP4, torch.float16),
     "quantize mxfp4 ties toward zero": lambda: quantize(MXFP4, torch.float16, "modelopt"),
     "quantize nvfp4 four-over-six": lambda: quantize(NVFP4, torch.bfloat16, "fouroversix"),
@@ -141,6 +155,8 @@ for name, build in CASES.items():
         kernel = build()
         ptx = kernel.asm["ptx"]
         found = {"cubin": len(kernel.asm["cubin"]), "words": [w for w in WORDS if w in ptx], "shared": kernel.metadata.shared}
+        if ARCH == 90 and name.startswith("quantize"):
+            found["instructions"] = straight_length(disassemble(kernel.asm["cubin"]))
     except Exception as e:
         found = {"error": f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"}
     print(json.dumps({"case": name, **found}), flush=True)

@@ -1,5 +1,6 @@
-"""Reads Hopper machine code for one hazard that no sanitizer reports: a register operand of an asynchronous MMA that is overwritten
-before a wait has proved the MMA done. The compiler keeps source order, not asynchronous reads, so a kernel must be built to be free of it.
+"""Reads Hopper machine code: how many instructions, and one hazard that no sanitizer reports, a register operand of an asynchronous MMA
+that is overwritten before a wait has proved the MMA done. The compiler keeps source order, not asynchronous reads, so a kernel must be
+built to be free of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ def disassemble(cubin: bytes) -> str:
         f.write(cubin)
         f.flush()
         return subprocess.run([str(tool), "-c", f.name], capture_output=True, text=True, check=True).stdout
+
+
+def straight_length(sass: str) -> int:
+    """Instructions of a thread of a kernel without loops, up to its last EXIT: what lies behind it are the rare cases of a division."""
+    code = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE)
+    return max(i for i, text in enumerate(code) if "EXIT" in text) + 1
 
 
 def _loops(sass: str) -> list[list[str]]:

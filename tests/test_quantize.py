@@ -22,6 +22,7 @@ from fp4.formats import Format
 from fp4.recipe import CHOICES, Recipe
 from fp4.ref import quantize as ref
 from fp4.ref import triton_quantize as golden
+from fp4.ref.triton_amax import finite_amax
 from fp4.testing import assert_same_bytes
 
 # 1 / 0 is meant (an underflowed scale); numpy, which runs the interpreter, warns of it
@@ -531,6 +532,40 @@ def test_64_bit_offsets_give_the_same_bytes(shape: tuple[int, ...], monkeypatch:
         assert_same_bytes(codes, want.codes)
         assert_same_bytes(scale, want.scale)
     assert torch.equal(golden.dequantize_blocks(codes, scale, None, fp4.MXFP4).cpu(), fp4.dequantize(want))
+
+
+@pytest.mark.parametrize("preset", ["default", "te", "flashinfer", "flashinfer_fast"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_bf16_value(fmt: Format, preset: str) -> None:
+    """All 65,536, among neighbours and among values of any size, NaN and infinities included; both scale orders of storage."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    mixed = every[torch.randperm(65536, generator=gen(3))]
+    x = torch.cat((every, mixed)).reshape(256, 512)
+    g = torch.tensor(0.37) if fmt.tensor_scale else None
+    both(x, fmt, fp4.recipe.get(preset, fmt.name), g)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 180, 512, 513, 65535, 65536, 2**30 - 1, 2**31 - 1])
+def test_division_by_multiplication(d: int) -> None:
+    factor, shift = golden.divider(d)
+    assert -(2**31) <= factor < 0
+    for n in {0, 1, d - 1, d, d + 1, 2 * d - 1, 2 * d, (2**31 - 1) // d * d, (2**31 - 1) // d * d - 1, 2**31 - 1}:
+        if not 0 <= n < 2**31:
+            continue
+        assert ((2 * n * (factor + 2**32)) >> 32) >> shift == n // d
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64, 96), (1, 1, 7), (2, 5, 33), (4, 200, 208)])
+def test_one_pass_amax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The kernel behind the default global scale on a GPU: as the CPU's, for any strides; NaN and infinity do not count."""
+    x = randn(*shape, seed=8, dtype=dtype)
+    x.view(-1)[0], x.view(-1)[3], x.view(-1)[-1] = math.nan, -math.inf, -5.5
+    for t in (x, x.transpose(1, 2), x[..., 1:], x.transpose(0, 1), x[:, ::2]):
+        assert torch.equal(finite_amax(t.to(DEVICE)).cpu(), ref.tensor_amax(t))
+        assert torch.equal(finite_amax(t.to(DEVICE), per_expert=True).cpu(), torch.stack([ref.tensor_amax(part) for part in t]))
+    for t in (torch.full((4, 8), math.nan, dtype=dtype), torch.zeros(0, 8, dtype=dtype), torch.full((4, 8), -0.0, dtype=dtype)):
+        assert finite_amax(t.to(DEVICE)).view(torch.int32).item() == 0
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
