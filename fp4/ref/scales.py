@@ -53,7 +53,7 @@ def default_global_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype 
     first and ``g = 1 / gs`` from it, see ``CHOICES["global_rule"]``; ``dtype`` is that of x, for ``scale_dtype="input"``.
     A zero tensor gives ``recipe.global_zero``: 1 / 0 here is what serves NaN later (Model-Optimizer#1633, compressed-tensors PR #595).
     """
-    limit = torch.tensor(6.0 * recipe.scale_max, dtype=torch.float32, device=amax.device)
+    limit = torch.full((), 6.0 * recipe.scale_max, dtype=torch.float32, device=amax.device)  # a fill: a graph may capture it
     if recipe.global_rule == "amax/L":
         g = torch.where(amax == 0, recipe.global_zero, (amax / limit).clamp(min=recipe.global_floor))
         return g, torch.reciprocal(g)
