@@ -184,7 +184,7 @@ class Layout(Orders):
                     f"pad to {-(-max(n, 1) // multiple) * multiple} {units}"
                 )
             padded.append(up)
-            free.append(up // math.prod(a.size or 1 for a in self.axes if a.dim == d) if has_free else 1)
+            free.append(up // math.prod([a.size or 1 for a in self.axes if a.dim == d]) if has_free else 1)  # a list: Dynamo traces it
         if math.prod(size[:-2]) * padded[0] * padded[1] >= 2**63:
             raise LayoutError(f"{self._where}: shape {list(size)} has 2^63 {self.unit}s or more, beyond 64-bit offsets")
         return Geometry(size[:-2], *logical, padded[0], padded[1], (free[0], free[1]))

@@ -1,8 +1,9 @@
 """The public verbs quantize, dequantize, fake_quantize and to_layout, and their torch.library ops.
 
 Tensors on a CPU go to the vectorised torch code, tensors on a GPU to the golden Triton kernels; both give the same bytes. The ops are
-``fp4::quantize``, ``fp4::dequantize``, ``fp4::fake_quantize`` and ``fp4::to_layout``; they have fakes, so ``torch.compile`` sees one node
-each, and they launch without host synchronisation on a GPU (CUDA-graph safe), unless the recipe says ``"error"`` for NaN or infinity.
+``fp4::quantize``, ``fp4::quantize_stored``, ``fp4::dequantize``, ``fp4::fake_quantize`` and ``fp4::to_layout``; they have fakes, so
+``torch.compile`` sees one node each, and they launch without host synchronisation on a GPU (CUDA-graph safe), unless the recipe says
+``"error"`` for NaN or infinity.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fp4.formats import Format
 from fp4.layout import Layout
 from fp4.recipe import Recipe
 from fp4.ref import quantize as ref
-from fp4.tensor import QuantizedTensor
+from fp4.tensor import QuantizedTensor, second_level
 
 __all__ = ["Stored", "StoredQuantized", "dequantize", "fake_quantize", "quantize", "to_layout"]
 
@@ -49,6 +50,9 @@ class Stored:
         plain: torch.Tensor = self.layout.invert(self.data, self.shape)
         return plain
 
+    def __repr__(self) -> str:
+        return f"Stored({self.layout}, shape={list(self.shape)}, {self.data.numel()} bytes, device={self.data.device})"
+
 
 @dataclass(frozen=True)
 class StoredQuantized:
@@ -70,6 +74,10 @@ class StoredQuantized:
         columns = self.codes.shape[-1] * self.format.codes_per_byte // self.format.block  # no -1: there may be no rows
         plain = self.scale.restore().reshape(*self.codes.shape[:-1], columns)
         return QuantizedTensor(self.format, self.codes, plain, self.global_scale, self.shape, self.axis, self.recipe)
+
+    def __repr__(self) -> str:
+        second = f"{second_level(self.global_scale)}, scale={self.scale.layout}"
+        return f"StoredQuantized({self.format}, shape={list(self.shape)}{second}, device={self.codes.device})"
 
 
 def _check_input(x: Any, fmt: Format, axis: int, where: str) -> torch.Tensor:
@@ -102,7 +110,9 @@ def _second_level(value: Any, name: str, x: torch.Tensor, fmt: Format, where: st
     if not fmt.tensor_scale:
         raise FormatMismatch(f"{where}: {fmt} has no global scale, got {name}={value!r}; multiply the result instead")
     if isinstance(value, float):
-        value = torch.tensor(value, dtype=torch.float32, device=x.device)
+        if not 2.0**-150 < value < 2.0**128 - 2.0**103:  # what rounds to zero or to infinity
+            raise FormatMismatch(f"{where}: {name} is {value:g}; need positive finite float32 numbers")
+        value = torch.full((), value, dtype=torch.float32, device=x.device)  # filled there: a copy from the host ends a graph capture
     if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise FormatMismatch(f"{where}: {name} is {got}; need a float32 multiplier, [] or [experts] (bfloat16 and float16 are widened)")
@@ -153,7 +163,7 @@ _quantize_op = torch.library.custom_op("fp4::quantize", _quantize, mutates_args=
 
 
 @_quantize_op.register_fake
-def _(
+def _quantize_fake(
     x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fmt = formats.get(format)
@@ -163,6 +173,71 @@ def _(
     given = global_scale if global_scale is not None else encode_scale
     shape = () if not fmt.tensor_scale else given.shape if given is not None else (x.shape[0],) if per_expert else ()
     return codes, scale, x.new_empty(shape, dtype=torch.float32)
+
+
+def _byte_shape(x: torch.Tensor, fmt: Format) -> tuple[int, ...]:
+    """Shape of the scale bytes of x [.., k] as a layout reads them: a vector is one row."""
+    return (*(x.shape[:-1] if x.ndim > 1 else (1,)), x.shape[-1] // fmt.block)
+
+
+def _quantize_into(
+    x: torch.Tensor, fmt: Format, how: Recipe, g: torch.Tensor | None, gs: torch.Tensor | None, per_expert: bool, order: Layout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``_quantize``, the scales in the storage order of ``order``: by the kernel's own stores where it can, else by ``apply``."""
+    g, gs = ref.resolve_global_scale(x, fmt, how, g, gs, per_expert)
+    if _on_gpu(x):
+        from fp4.ref import triton_quantize
+
+        own = isinstance(order, Layout) and order.word is None and order.unit == "byte" and x.ndim <= 3
+        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs, scale_layout=order if own else None)
+    else:
+        own = False
+        codes, scale = ref.quantize_blocks(x, fmt, how, g, gs)
+    data: torch.Tensor = scale if own else order.apply(scale.reshape(_byte_shape(x, fmt)))
+    if not own and data.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr():
+        data = data.clone()
+    return codes, data, torch.ones((), dtype=torch.float32, device=x.device) if g is None else g.clone()
+
+
+@torch.library.custom_op("fp4::quantize_stored", mutates_args=())
+def _quantize_stored_op(
+    x: torch.Tensor,
+    format: str,
+    recipe: str,
+    global_scale: torch.Tensor | None,
+    encode_scale: torch.Tensor | None,
+    per_expert: bool,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    fmt, how = formats.get(format), recipe_module.get(recipe)
+    return _quantize_into(x, fmt, how, global_scale, encode_scale, per_expert, catalogue.get(layout))
+
+
+@_quantize_stored_op.register_fake
+def _(
+    x: torch.Tensor,
+    format: str,
+    recipe: str,
+    global_scale: torch.Tensor | None,
+    encode_scale: torch.Tensor | None,
+    per_expert: bool,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, _, second = _quantize_fake(x, format, recipe, global_scale, encode_scale, per_expert)
+    return codes, _stored_fake(x, _byte_shape(x, formats.get(format)), layout), second
+
+
+def _stored_fake(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+    """u8 [..., bytes of one expert, padding included]; symbolic sizes stay symbolic."""
+    order = catalogue.get(layout)
+    if all(type(n) is int for n in shape):
+        size = order.nbytes(shape[-2:])
+    else:
+        pad, width = order.pad or (None, None), order.units_per_byte
+        units = (shape[-2], shape[-1] * width)
+        rows, columns = (-(-n // m) * m if p is not None else n for n, m, p in zip(units, order.multiple, pad, strict=True))
+        size = rows * (columns // width)
+    return x.new_empty((*shape[:-2], size), dtype=torch.uint8)
 
 
 def _dequantize(
@@ -217,8 +292,7 @@ def _to_layout_op(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 @_to_layout_op.register_fake
 def _(x: torch.Tensor, layout: str) -> torch.Tensor:
-    lead = x.shape[:-2]
-    return x.new_empty((*lead, catalogue.get(layout).nbytes(x.shape[-2:])), dtype=torch.uint8)
+    return _stored_fake(x, tuple(x.shape), layout)
 
 
 # ---- verbs --------------------------------------------------------------------------------------------------------------------
@@ -283,35 +357,33 @@ def quantize(
     """
     last, fmt, how, g, gs, per_expert = _arguments(x, format, recipe, global_scale, encode_scale, axis, "quantize")
     if scale_layout is not None:
-        return _quantize_stored(last, fmt, how, g, gs, per_expert, scale_layout, tuple(x.shape), axis)
+        return _stored(last, fmt, how, g, gs, per_expert, _layout(scale_layout), tuple(x.shape), axis)
     op = _quantize if _straight(last) else torch.ops.fp4.quantize
     codes, scale, used = op(last, fmt.name, how.key, g, gs, per_expert)
     second = (g if g is not None else used) if fmt.tensor_scale else None
     return QuantizedTensor(fmt, codes, scale, second, tuple(x.shape), axis, how)
 
 
-def _quantize_stored(
+def _stored(
     x: torch.Tensor,
     fmt: Format,
     how: Recipe,
     g: torch.Tensor | None,
     gs: torch.Tensor | None,
     per_expert: bool,
-    layout: Layout | str,
+    order: Layout,
     shape: tuple[int, ...],
     axis: int,
 ) -> StoredQuantized:
-    order = _layout(layout)
-    byte_shape = (*x.shape[:-1], x.shape[-1] // fmt.block) if x.ndim > 1 else (1, x.shape[-1] // fmt.block)
-    g, gs = ref.resolve_global_scale(x, fmt, how, g, gs, per_expert)
-    if _on_gpu(x):
-        from fp4.ref import triton_quantize
-
-        codes, data = triton_quantize.quantize_blocks(x, fmt, how, g, gs, scale_layout=order)
-    else:
-        codes, plain = ref.quantize_blocks(x, fmt, how, g, gs)
-        data = order.apply(plain.reshape(byte_shape))
-    return StoredQuantized(fmt, codes, Stored(data, order, byte_shape), g, shape, axis, how)
+    if _straight(x):
+        codes, data, used = _quantize_into(x, fmt, how, g, gs, per_expert, order)
+    elif _catalogued(order):
+        codes, data, used = torch.ops.fp4.quantize_stored(x, fmt.name, how.key, g, gs, per_expert, order.name)
+    else:  # an op carries names only
+        codes, plain, used = torch.ops.fp4.quantize(x, fmt.name, how.key, g, gs, per_expert)
+        data = order.apply(plain.reshape(_byte_shape(x, fmt)))
+    second = (g if g is not None else used) if fmt.tensor_scale else None
+    return StoredQuantized(fmt, codes, Stored(data, order, _byte_shape(x, fmt)), second, shape, axis, how)
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -360,6 +432,11 @@ def _layout(layout: Layout | str) -> Layout:
     return layout
 
 
+def _catalogued(order: Layout) -> bool:
+    """Whether a name is all that an op needs to find the layout again."""
+    return isinstance(order, Layout) and order.name in catalogue.names() and catalogue.get(order.name) == order
+
+
 def to_layout(t: torch.Tensor | Stored, layout: Layout | str) -> Stored:
     """Bytes in another storage order.
 
@@ -386,13 +463,7 @@ def to_layout(t: torch.Tensor | Stored, layout: Layout | str) -> Stored:
         raise FormatMismatch(f"to_layout: dtype is {t.dtype}; need raw bytes (uint8 or an 8-bit float)")
     t = t.view(torch.uint8)
     shape = tuple(t.shape)
-    if (
-        isinstance(order, Layout)
-        and order.name in catalogue.names()
-        and catalogue.get(order.name) == order
-        and len(shape) >= 2
-        and t.numel()
-    ):
+    if _catalogued(order) and len(shape) >= 2 and t.numel():
         data = torch.ops.fp4.to_layout(t, order.name)
     else:
         data = order.apply(t)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4
 from fp4 import formats
@@ -481,6 +483,10 @@ def test_a_stored_tensor_is_not_stored_twice() -> None:
         ("quantize", lambda: (randn(4, 64), "mxfp4", Recipe(tie="away").key, None, None, False)),
         ("fake_quantize", lambda: (randn(4, 64).requires_grad_(), "mxfp8", "default", None, None, False)),
         ("dequantize", lambda: (*_parts(randn(4, 64)), "nvfp4", torch.bfloat16)),
+        ("quantize_stored", lambda: (randn(130, 96), "nvfp4", "default", None, None, False, "sf_128x4")),
+        ("quantize_stored", lambda: (randn(2, 3, 96), "nvfp4", "te", None, None, True, "sf_8x4")),
+        ("quantize_stored", lambda: (randn(96), "mxfp4", "default", None, None, False, "plain")),
+        ("quantize_stored", lambda: (randn(2, 130, 96), "nvfp4", "default", torch.tensor([0.5, 2.0]), None, False, "sf_128x4")),
         ("to_layout", lambda: (fp4.quantize(randn(128, 64)).scale, "sf_128x4")),
         ("to_layout", lambda: (fp4.quantize(randn(128, 64)).scale, "plain")),
     ],
@@ -503,6 +509,82 @@ def test_compile_fullgraph(fmt: str) -> None:
         x = randn(m, 64, seed=m)
         assert torch.equal(fake(x), fp4.fake_quantize(x * 2, fmt) + 1)
         assert torch.equal(round_trip(x), fp4.dequantize(fp4.quantize(x, fmt, "te")))
+
+
+@pytest.mark.parametrize("given", [None, 0.25, torch.tensor(0.25), "per_expert"])
+def test_stored_scales_compile_fullgraph(given: Any) -> None:
+    """Bug K1: the stored path is one op whose fake knows the padding; the graph's own results are the eager bytes, whatever the rows."""
+    lead = (2,) if isinstance(given, str) else ()
+
+    def run(x: torch.Tensor) -> Any:
+        q = fp4.quantize(x * 2, "nvfp4", global_scale=given, scale_layout="sf_128x4")
+        return q.codes + 0, q.scale.data + 0, q.global_scale + 0
+
+    nodes: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function" and "fp4" in str(n.target))
+        return graph.forward
+
+    torch.compile(run, fullgraph=True, backend=look)(randn(*lead, 4, 64))
+    assert nodes == ["fp4.quantize_stored"]
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (4, 130, 300):
+        x = randn(*lead, rows, 64, seed=rows)
+        for got, want in zip(compiled(x), run(x), strict=True):
+            assert got.shape == want.shape
+            assert torch.equal(got, want)
+
+
+def test_stored_scales_stay_dynamic() -> None:
+    """The fake computes with symbolic rows: one graph serves them all."""
+    frames = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(lambda x: fp4.quantize(x, scale_layout="sf_128x4").scale.data + 1, fullgraph=True, backend=frames, dynamic=True)
+    for rows in (5, 130, 300):
+        assert torch.equal(run(randn(rows, 64)), fp4.quantize(randn(rows, 64), scale_layout="sf_128x4").scale.data + 1)
+    assert frames.frame_count == 1
+
+
+def test_stored_in_a_layout_without_a_name_compiles() -> None:
+    chain = fp4.layouts["plain"] >> fp4.layouts["sf_128x4"]
+    run = torch.compile(lambda x: fp4.quantize(x, "nvfp4", scale_layout=chain).scale.data + 1, fullgraph=True, backend="aot_eager")
+    x = randn(128, 64)
+    assert torch.equal(run(x), fp4.quantize(x, "nvfp4", scale_layout="sf_128x4").scale.data + 1)
+
+
+class _Host(TorchDispatchMode):
+    """Lists what would make the host wait for the device, or end a graph capture: values read, copies between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        devices = {t.device.type for t in (*torch.utils._pytree.tree_leaves((args, kwargs)), out) if isinstance(t, torch.Tensor)}
+        if len(devices) > 1 or func is torch.ops.aten._local_scalar_dense.default:
+            self.seen.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("stored", [None, "sf_128x4"])
+@pytest.mark.parametrize("given", [None, 0.25, "tensor", "per_expert"])
+@pytest.mark.parametrize("recipe", ["default", "te", "compressed_tensors", "torchao"])
+def test_no_hidden_wait_for_the_device(monkeypatch: pytest.MonkeyPatch, recipe: str, given: Any, stored: str | None) -> None:
+    """All of quantize but the kernel launch, on a device that is not there: nothing is read back, nothing comes from the host."""
+
+    def launch(x: torch.Tensor, fmt: Any, how: Any, g: Any, gs: Any, scale_layout: Any = None) -> Any:
+        codes = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
+        shape = (*x.shape[:-1], x.shape[-1] // fmt.block)
+        return codes, x.new_empty(shape if scale_layout is None else (x.shape[0], scale_layout.nbytes(shape[-2:])), dtype=torch.uint8)
+
+    monkeypatch.setattr(golden, "quantize_blocks", launch)
+    with FakeTensorMode(allow_non_fake_inputs=False), _Host() as host:
+        x = torch.empty(2, 130, 64, device="cuda", dtype=torch.bfloat16)
+        g = torch.empty(2, device="cuda") if given == "tensor" else given
+        q = fp4.quantize(x, "nvfp4", recipe, g, scale_layout=stored)
+        assert q.codes.device.type == "cuda"
+    assert host.seen == []
 
 
 def test_straight_through_gradient() -> None:
@@ -617,3 +699,9 @@ def test_rows_are_independent(fmt: Format, seed: int) -> None:
     assert not torch.equal(fp4.dequantize(swapped), fp4.dequantize(whole))
     if not torch.equal(whole.scale, whole.scale.roll(1, 1)):
         assert not torch.equal(fp4.dequantize(shifted), fp4.dequantize(whole))
+
+
+def test_stored_repr_is_one_line() -> None:
+    q = fp4.quantize(randn(130, 64), "nvfp4", global_scale=0.5, scale_layout="sf_128x4")
+    assert repr(q) == "StoredQuantized(nvfp4, shape=[130, 64], global_scale=0.5, scale=sf_128x4, device=cpu)"
+    assert repr(q.scale) == "Stored(sf_128x4, shape=[130, 4], 1024 bytes, device=cpu)"

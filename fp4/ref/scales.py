@@ -130,7 +130,7 @@ def scale_value(amax: torch.Tensor, recipe: Recipe, g: torch.Tensor, gs: torch.T
     step = _rounding(recipe, dtype)
     if recipe.amax_floor:
         amax = amax.clamp(min=recipe.amax_floor)
-    top = torch.tensor(recipe.elem_max, dtype=torch.float32, device=amax.device)
+    top = torch.full((), recipe.elem_max, dtype=torch.float32, device=amax.device)
     if recipe.scale_order == "amax/(max*g)":
         v = amax / (top * g)
     elif recipe.scale_order == "(amax/max)/g":
