@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp4.errors import FormatMismatch
+from fp4.errors import FormatMismatch, unknown
 from fp4.formats import E4M3
 
 __all__ = [
@@ -258,5 +258,5 @@ def names() -> list[str]:
 def get(name: str) -> Encode:
     """The Encode of a name. Raises FormatMismatch for an unknown one."""
     if name not in _TABLE:
-        raise FormatMismatch(f"encode: {name!r} is not known; need one of {', '.join(_TABLE)}")
+        raise FormatMismatch(f"encode: {unknown(name, _TABLE, 'fp4.encode.names()')}")
     return _TABLE[name]

@@ -6,7 +6,8 @@ anything is written or launched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "BackendUnavailable",
@@ -17,6 +18,20 @@ __all__ = [
     "LayoutMismatch",
     "Unsupported",
 ]
+
+
+def unknown(name: object, names: Iterable[str], listed_by: str) -> str:
+    """The part of a message about a name that is none of ``names``: the nearest ones first, then all of them, or, beyond six, how many
+    there are and what lists them.
+
+    >>> unknown("sf128x4", [*"abcdef", "sf_128x4"], "fp4.layouts.names()")
+    "'sf128x4' is not known; did you mean 'sf_128x4'? fp4.layouts.names() lists all 7"
+    """
+    by_lower = {n.lower(): n for n in names}
+    near = [by_lower[n] for n in difflib.get_close_matches(str(name)[:80].lower(), by_lower, 3, 0.6)]
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    rest = f"need one of {', '.join(by_lower.values())}" if len(by_lower) <= 6 else f"{listed_by} lists all {len(by_lower)}"
+    return f"{str(name)[:80]!r} is not known; {hint}{rest}"
 
 
 class Fp4Error(ValueError):

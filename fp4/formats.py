@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fp4.errors import FormatMismatch
+from fp4.errors import FormatMismatch, unknown
 
 __all__ = [
     "AMDFP4",
@@ -136,5 +136,5 @@ def get(format: str | Format) -> Format:
         return format
     found = _ALL.get(format.lower()) if isinstance(format, str) else None
     if found is None:
-        raise FormatMismatch(f"format: {format!r} is not known; need one of {', '.join(_ALL)}")
+        raise FormatMismatch(f"format: {unknown(format, _ALL, 'fp4.formats.names()')}")
     return found

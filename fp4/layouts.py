@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fp4.errors import LayoutError
+from fp4.errors import unknown as unknown_name
 from fp4.layout import Layout
 from fp4.layout_bytes import whole
 
@@ -262,7 +263,7 @@ def get(name: str, **parameters: int) -> Layout:
     base, _, inside = str(name).partition("(")
     make = _TABLE.get(base.strip())
     if make is None:
-        raise LayoutError(f"layouts: {name!r} is not known; need one of {', '.join(_TABLE)}")
+        raise LayoutError(f"layouts: {unknown_name(base.strip(), _TABLE, 'fp4.layouts.names()')}")
     takes = inspect.signature(make).parameters
     for i, item in enumerate(inside.rstrip(" )").split(",") if inside else ()):
         key, eq, value = item.rpartition("=")

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from fp4.errors import Fp4Error
+from fp4.errors import unknown as unknown_name
 
 __all__ = ["CHOICES", "Recipe", "get", "recipes"]
 
@@ -161,7 +162,7 @@ class _Recipes(Mapping[str, Recipe]):
 
     def __getitem__(self, name: str) -> Recipe:
         if not isinstance(name, str) or name not in _PRESETS:
-            raise Fp4Error(f"recipes: {name!r} is not known; need one of {', '.join(_PRESETS)}, or a Recipe")
+            raise Fp4Error(f"recipes: {unknown_name(name, _PRESETS, 'fp4.recipes.names()')}; a Recipe is taken too")
         return _PRESETS[name]
 
     def __contains__(self, name: object) -> bool:

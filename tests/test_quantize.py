@@ -397,8 +397,11 @@ def test_zero_blocks_keep_the_sign_of_zero_and_bytes() -> None:
         (lambda: fp4.quantize(torch.zeros(())), "x is a scalar"),
         (lambda: fp4.quantize(torch.zeros(4, 0)), "is empty; need at least one block of 16"),
         (lambda: fp4.quantize(torch.zeros(2, 64), axis=2), r"axis 2 is outside shape \[2, 64\]"),
-        (lambda: fp4.quantize(torch.zeros(2, 64), "fp4"), "'fp4' is not known; need one of nvfp4"),
-        (lambda: fp4.quantize(torch.zeros(2, 64), recipe="TE"), "'TE' is not known; need one of default"),
+        (lambda: fp4.quantize(torch.zeros(2, 64), "fp4"), r"'fp4' is not known; did you mean '.*fp4'.*\? need one of nvfp4"),
+        (
+            lambda: fp4.quantize(torch.zeros(2, 64), recipe="TE"),
+            r"'TE' is not known; did you mean 'te'\? fp4.recipes.names\(\) lists",
+        ),
         (lambda: fp4.quantize(torch.zeros(2, 64), "mxfp4", global_scale=1.0), "mxfp4 has no global scale"),
         (lambda: fp4.quantize(torch.zeros(2, 64), global_scale="per_expert"), "need a multiplier, None, or 'per_expert'"),
         (lambda: fp4.quantize(torch.zeros(3, 2, 64), global_scale=torch.ones(2)), r"need \[\] or one value an expert, \[3\]"),

@@ -24,7 +24,7 @@ from fp4.checkpoint.weights import Loader, Scalar, View, Weight, cast_codes, cas
 from fp4.checkpoint.write_compressed_tensors import CompressedTensorsWriter
 from fp4.checkpoint.write_gptoss import GptOssWriter
 from fp4.checkpoint.write_modelopt import ModelOptWriter
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointError, unknown
 
 __all__ = ["WRITERS", "ConversionRefused", "ConvertReport", "TensorReport", "convert_checkpoint"]
 
@@ -84,7 +84,7 @@ def convert_checkpoint(
     """
     writer = WRITERS.get(to)
     if writer is None:
-        raise CheckpointError(f"convert: dialect {to!r} is not written; need one of {', '.join(WRITERS)}")
+        raise CheckpointError(f"convert: dialect {unknown(to, WRITERS, 'fp4 convert --help')}")
     if format not in (None, "nvfp4", "mxfp4"):
         raise CheckpointError(f"convert: format is {format!r}; need 'nvfp4' or 'mxfp4', or none to keep each tensor's")
     if shard_bytes < 1:

@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from fp4 import env
-from fp4.errors import BackendUnavailable, Unsupported
+from fp4.errors import BackendUnavailable, Unsupported, unknown
 from fp4.gpu.problem import Problem
 
 __all__ = ["Choice", "No", "Ok", "Ranking", "backends", "choose", "get", "probe", "rank", "reset"]
@@ -140,7 +140,7 @@ def probe(name: str) -> Ok | No:
     """Whether a backend's library is here; cached until ``reset``. A probe that raises is a No with the exception's text."""
     module = _all().get(name)
     if module is None:
-        return No(f"no such backend; known: {', '.join(backends())}")
+        return No(unknown(name, backends(), "fp4 doctor"))
     if isinstance(module, No):
         return module
     return _asked(name, "probe", module.probe)
