@@ -349,14 +349,16 @@ def _quantize_kernel(
             else:
                 tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
         else:
-            q = codes_ptr + (b * (BLOCK // 4))[:, None] + tl.arange(0, 4)[None, :]
+            q = codes_ptr + (b * (BLOCK // 4))[:, None]
             c0, c1 = pack8_e4m3(w0, factor, CONVERT)
             c2, c3 = pack8_e4m3(w1, factor, CONVERT)
-            tl.store(q, join4(c0, c1, c2, c3), mask=live[:, None])
-            if BLOCK == 32:
+            if BLOCK == 32:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
                 c4, c5 = pack8_e4m3(w2, factor, CONVERT)
                 c6, c7 = pack8_e4m3(w3, factor, CONVERT)
-                tl.store(q + 4, join4(c4, c5, c6, c7), mask=live[:, None])
+                words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N, 8])
+                tl.store(q + tl.arange(0, 8)[None, :], words, mask=live[:, None])
+            else:
+                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
     else:
         y = _scaled(x, factor, DIVIDE)
         if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
