@@ -8,7 +8,8 @@ ORACLES ?=
 PYTEST_ARGS ?=
 
 ifneq ($(strip $(ORACLES)),)
-PYTEST_ORACLES := --oracles $(ORACLES)
+# one word: as two, pytest takes the folder for a place to look for tests before it knows the option
+PYTEST_ORACLES := --oracles=$(ORACLES)
 endif
 
 SETUP := PYTHON=$(PYTHON) bash tools/setup.sh
