@@ -196,12 +196,18 @@ for _name, _impl, _fake in (("matmul", _matmul_op, _matmul_fake), ("moe", _moe_o
 
 
 def explain(
-    op: str = "matmul", format: str | Format = "nvfp4", device: Device | torch.device | str | None = None, **sizes: Any
+    op: str = "matmul",
+    format: str | Format = "nvfp4",
+    device: Device | torch.device | str | None = None,
+    *,
+    assume_installed: bool = False,
+    **sizes: Any,
 ) -> registry.Ranking:
     """Print and return every backend's rank, or its reason, for a layer that need not exist.
 
     ``device``: a torch device, a Device, or a name such as "sm90" that needs no GPU; ``sizes``: any field of Problem (n, k, experts,
-    hidden, intermediate, topk, activation, gate_up, act, act_dtype ...).
+    hidden, intermediate, topk, activation, gate_up, act, act_dtype ...). ``assume_installed``: rank vendor libraries that are missing
+    here as if they were present, in a release that has everything; each line then says whether it was assumed. ``prepare`` never does.
 
     >>> fp4.explain(op="moe", format="mxfp4", device="sm90", experts=128, hidden=2880, intermediate=2880)   # doctest: +SKIP
     """
@@ -218,7 +224,7 @@ def explain(
             raise FormatMismatch(f"explain: {name} is {value}; {fmt} needs a multiple of its block {fmt.block}")
     if (sizes.get("topk") or 0) > (sizes.get("experts") or 1 << 63):
         raise FormatMismatch(f"explain: topk is {sizes['topk']} of {sizes['experts']} experts; need at most that many")
-    ranking = registry.rank(Problem(op=op, format=fmt, device=Device.of(device), **sizes))
+    ranking = registry.rank(Problem(op=op, format=fmt, device=Device.of(device), **sizes), assume_installed)
     print(ranking)
     return ranking
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import fp4
+from fp4.checkpoint.convert import convert_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ import fp4
         (lambda: fp4.recipes["model_opt"], "'model_opt' is not known; did you mean 'modelopt'"),
         (lambda: fp4.formats.get("nvpf4"), "'nvpf4' is not known; did you mean 'nvfp4'"),
         (
-            lambda: fp4.convert("a", "b", "compressed_tensors"),
+            lambda: convert_checkpoint("a", "b", "compressed_tensors"),
             "'compressed_tensors' is not known; did you mean 'compressed-tensors'",
         ),
     ],

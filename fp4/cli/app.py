@@ -121,6 +121,7 @@ def explain(
     gate_up: Annotated[str | None, typer.Option(help="interleaved, gate_up or up_gate")] = None,
     act: Annotated[str | None, typer.Option(help="any, keep, or the format that activations are quantised to: nvfp4, mxfp8 ...")] = None,
     input_scale: Annotated[bool, typer.Option("--input-scale", help="the weight carries a calibrated activation scale")] = False,
+    assume_installed: Annotated[bool, typer.Option("--assume-installed", help="rank missing vendor libraries as if present")] = False,
     json: Json = False,
 ) -> None:
     """Which backend a layer would get, and why not each other one. Needs no GPU: name a capability."""
@@ -129,7 +130,7 @@ def explain(
     sizes: dict[str, Any] = {"n": n, "k": k, "experts": experts, "hidden": hidden, "intermediate": intermediate}
     sizes |= {"topk": topk, "activation": activation, "gate_up": gate_up}
     sizes |= {"act": act, "input_scale": input_scale or None}
-    module.run(op, format, device, {name: v for name, v in sizes.items() if v is not None}, json)
+    module.run(op, format, device, {name: v for name, v in sizes.items() if v is not None}, json, assume_installed)
 
 
 @app.command()

@@ -11,6 +11,7 @@
     prepare(problem, weights) -> Packed    # optional: arrays beyond what ``layouts`` derives
     restore(prepared) -> ...               # optional: when ``layouts`` alone cannot invert
     warmup(prepared, m_max) -> None        # optional: compile and allocate
+    assumed(problem) -> Ok | No            # optional: ``supports`` as if the library were here, for ``explain(assume_installed=True)``
 
 The lowest rank wins: 10 a vendor library on the hardware it was made for, 20 fused vendor paths, 30 our tuned kernels,
 40 our plain kernels, 60 correct but slow, 90 the torch reference. ``FP4_BACKEND`` forces, ``FP4_DISABLE`` excludes.
@@ -77,6 +78,8 @@ class Ranking(list[Choice]):
     """Every backend, usable ones first, lowest rank first."""
 
     problem: Problem
+    #: vendor libraries that are missing were taken as installed; each line says which
+    assumed: bool = False
 
     @property
     def best(self) -> str | None:
@@ -88,7 +91,8 @@ class Ranking(list[Choice]):
         return {c.name: c.verdict.reason for c in self if isinstance(c.verdict, No)}
 
     def __str__(self) -> str:
-        return "\n".join([str(self.problem), *(f"  {c}" for c in self)])
+        head = f"{self.problem}, vendor libraries assumed installed" if self.assumed else str(self.problem)
+        return "\n".join([head, *(f"  {c}" for c in self)])
 
 
 def _discover() -> Iterator[tuple[str, ModuleType | No]]:
@@ -177,10 +181,25 @@ def module(name: str) -> Any:
     return None if isinstance(found, No) else found
 
 
+def assumed_verdict(name: str, problem: Problem) -> Ok | No:
+    """``verdict`` as if a missing vendor library were here; the words end in what was assumed."""
+    found, ask = probe(name), getattr(module(name), "assumed", None)
+    answer = verdict(name, problem)
+    if not found and ask is not None and not _disabled(name):
+        answer, tag = _asked(name, "assumed", ask, problem), "[assumed installed]"
+    else:
+        tag = "[installed]" if found else "[not installed]"
+    return Ok(answer.rank, f"{answer.note} {tag}".strip()) if isinstance(answer, Ok) else No(f"{answer.reason} {tag}")
+
+
+def _disabled(name: str) -> bool:
+    disabled = env.disabled()
+    return name in disabled or getattr(module(name), "family", None) in disabled
+
+
 def verdict(name: str, problem: Problem) -> Ok | No:
     """One backend's answer: disabled, its probe's reason, or ``supports(problem)``."""
-    disabled = env.disabled()
-    if name in disabled or getattr(module(name), "family", None) in disabled:
+    if _disabled(name):
         return No("disabled by FP4_DISABLE; take it out of the list")
     found = probe(name)
     if isinstance(found, No):
@@ -194,9 +213,11 @@ def verdict(name: str, problem: Problem) -> Ok | No:
 _logged: set[tuple[str, str]] = set()
 
 
-def rank(problem: Problem) -> Ranking:
-    """All backends for a problem, best first, each with its rank or its reason."""
-    out = Ranking(Choice(name, verdict(name, problem)) for name in backends())
+def rank(problem: Problem, assume_installed: bool = False) -> Ranking:
+    """All backends for a problem, best first, each with its rank or its reason; as if every vendor library were here, when told so."""
+    ask = assumed_verdict if assume_installed else verdict
+    out = Ranking(Choice(name, ask(name, problem)) for name in backends())
+    out.assumed = assume_installed
     out.sort(key=lambda c: (not c.verdict, c.verdict.rank if isinstance(c.verdict, Ok) else 0, c.name))
     out.problem = problem
     for name in sorted(env.disabled() - set(backends())):

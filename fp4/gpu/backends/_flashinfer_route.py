@@ -64,14 +64,14 @@ class Route:
     #: added to the backend's rank: 10 where triton_kernels comes first (Hopper)
     behind: int = 0
 
-    def refuse(self, problem: Problem) -> str | None:
-        """The first reason why this route cannot serve the problem, or None."""
+    def refuse(self, problem: Problem, assumed: bool = False) -> str | None:
+        """The first reason why this route cannot serve the problem, or None; ``assumed``: as if FlashInfer were here."""
         if (problem.op, problem.format.name) != (self.op, self.format):
             return f"is for {self.op}/{self.format}"
         if problem.device.cc not in self.cc:
             names = ", ".join(str(c) for c in sorted(self.cc, key=tuple))
             return f"needs {names}, got {problem.device}"
-        missing = [n for n in self.needs if bind.find(n) is None]
+        missing = [] if assumed else [n for n in self.needs if bind.find(n) is None]
         if missing:
             return f"flashinfer {bind.version()} has no {', '.join(missing)}"
         if problem.act not in ("any", *self.acts):

@@ -73,8 +73,8 @@ def _why_not(problem: Problem, kinds: tuple[str, ...], input_scale: bool) -> str
     if scales.activation_kind(problem) == "situ":
         if act.linear_beta is None:
             return "has no SiTU with a plain up half"
-        moe = bind.find("cutlass_fused_moe")
-        if moe is None or not moe.has("situ_beta"):  # the generation of releases whose kernels know SiTU
+        moe = bind.find("cutlass_fused_moe")  # without FlashInfer the question is that of a release which has them
+        if bind.probe() and (moe is None or not moe.has("situ_beta")):  # the generation of releases whose kernels know SiTU
             return f"flashinfer {bind.version()} has no SiTU kernels"
     return common_moe_reasons(problem, kinds, input_scale, biases=True)
 

@@ -20,7 +20,10 @@ from fp4.gpu.registry import No, Ok
 from fp4.gpu.storage import Stored
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights
 
-__all__ = ["ROUTES", "Variant", "deferred", "from_logits", "layouts", "name", "prepare", "probe", "restore", "routed", "run", "supports"]
+__all__ = [
+    "ROUTES", "Variant", "assumed", "deferred", "from_logits", "layouts", "name", "prepare", "probe", "restore", "routed",
+    "run", "supports",
+]  # fmt: skip
 
 #: order of preference. trtllm first for MoE: the kernels made for datacenter Blackwell; cuDNN before CuTe-DSL for linear layers, as
 #: FlashInfer's own "auto" has it, and cutlass before both because it needs nothing beside FlashInfer
@@ -41,18 +44,24 @@ class Variant:
         self.library, self.rank = library, rank
         self.routes = tuple(r for r in ROUTES if library in (None, r.library))
 
-    def route(self, problem: Problem) -> Route | dict[str, str]:
+    def route(self, problem: Problem, assumed: bool = False) -> Route | dict[str, str]:
         """The first route that serves the problem, or each route's reason."""
         reasons = {}
         for route in self.routes:
-            reason = route.refuse(problem)
+            reason = route.refuse(problem, assumed)
             if reason is None:
                 return route
             reasons[route.name] = reason
         return reasons
 
     def supports(self, problem: Problem) -> Ok | No:
-        found = self.route(problem)
+        return self._answer(problem, self.route(problem))
+
+    def assumed(self, problem: Problem) -> Ok | No:
+        """``supports`` as if FlashInfer were installed, in a release that has every function."""
+        return self._answer(problem, self.route(problem, assumed=True))
+
+    def _answer(self, problem: Problem, found: Route | dict[str, str]) -> Ok | No:
         if isinstance(found, Route):
             return Ok(self.rank + found.behind, found.name)
         on_topic = {n: why for n, why in found.items() if not why.startswith("is for ")}
@@ -85,4 +94,4 @@ def restore(prepared: Prepared | PreparedMoE) -> Any:
 name = "flashinfer"
 probe = bind.probe
 _all = Variant(None, 10)
-supports, layouts, prepare = _all.supports, _all.layouts, _all.prepare
+supports, assumed, layouts, prepare = _all.supports, _all.assumed, _all.layouts, _all.prepare

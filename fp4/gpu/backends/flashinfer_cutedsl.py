@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fp4.gpu.backends.flashinfer import Variant, probe, restore, run
 
-__all__ = ["family", "layouts", "name", "prepare", "probe", "restore", "run", "supports"]
+__all__ = ["assumed", "family", "layouts", "name", "prepare", "probe", "restore", "run", "supports"]
 
 name = "flashinfer_cutedsl"
 #: FP4_DISABLE=flashinfer means these kernels too
 family = "flashinfer"
 _own = Variant("cutedsl", 14)
-supports, layouts, prepare = _own.supports, _own.layouts, _own.prepare
+supports, assumed, layouts, prepare = _own.supports, _own.assumed, _own.layouts, _own.prepare

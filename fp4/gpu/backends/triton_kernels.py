@@ -62,10 +62,19 @@ def _swizzled(p: Problem) -> bool:
     return p.format == MXFP4 and p.device.cc in SM90
 
 
+def assumed(problem: Problem) -> Ok | No:
+    """``supports`` as if the newest generation were installed."""
+    return _supports(problem, nvfp4=True, tensor_scale=True, generation="D")
+
+
 def supports(problem: Problem) -> Ok | No:
-    p, shim = problem, _shim()
+    shim = _shim()
     if isinstance(shim, Missing):
         return No(shim.reason)
+    return _supports(problem, shim.nvfp4, shim.tensor_scale, shim.found.generation)
+
+
+def _supports(p: Problem, nvfp4: bool, tensor_scale: bool, generation: str) -> Ok | No:
     if p.device.kind != "cuda" or p.device.cc is None:
         return No(f"needs an NVIDIA GPU, this is {p.device}")
     if p.device.cc in SM120:
@@ -78,13 +87,13 @@ def supports(problem: Problem) -> Ok | No:
         return No(f"keeps activations in 16 bit; act={p.act!r} is for other backends")
     if p.format not in (MXFP4, NVFP4):
         return No(f"takes MXFP4 and NVFP4, not {p.format}")
-    if p.format == NVFP4 and not shim.nvfp4:
-        return No(f"generation {shim.found.generation} has no NVFP4; generation C or D (triton >= 3.8) has")
+    if p.format == NVFP4 and not nvfp4:
+        return No(f"generation {generation} has no NVFP4; generation C or D (triton >= 3.8) has")
     allowed = (torch.bfloat16,) if _swizzled(p) else (torch.bfloat16, torch.float16)
     if p.act_dtype not in allowed:
         return No(f"on {p.device} x must be {' or '.join(str(d).removeprefix('torch.') for d in allowed)}, got {p.act_dtype}")
-    if p.global_scales in ("expert", "gate_up", "gate_up_foldable") and not shim.tensor_scale:
-        return No(f"generation {shim.found.generation} takes no per-expert global scale; generation D does")
+    if p.global_scales in ("expert", "gate_up", "gate_up_foldable") and not tensor_scale:
+        return No(f"generation {generation} takes no per-expert global scale; generation D does")
     for what, size in (("k", p.k), ("hidden", p.hidden), ("intermediate", p.intermediate)):
         if size is not None and size % p.format.block:
             return No(f"{what} = {size} is not a multiple of the block {p.format.block}")
