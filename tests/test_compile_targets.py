@@ -58,7 +58,7 @@ def test_block_scaled_product_uses_the_block_scaled_instruction(arch: int, kerne
         ("quantize nvfp4 bf16 flashinfer", 16, 21.0),
         ("quantize mxfp4 bf16", 32, 12.75),
         ("quantize mxfp4 bf16 to sf_128x4", 32, 13.25),
-        ("quantize mxfp8 bf16", 32, 7.25),
+        ("quantize mxfp8 bf16", 32, 17.75),
     ],
 )
 def test_quantiser_stays_short(kernel: str, block: int, limit: float) -> None:
