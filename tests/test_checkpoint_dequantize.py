@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from safetensors.torch import load_file
 import fp4
 from fp4.checkpoint.dequantize import dequantize_checkpoint
 from fp4.checkpoint.inspect import inspect, summary
+from fp4.cli import main
 
 L = cb.L
 ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data" / "checkpoints"
 MAKERS = [cb.modelopt, cb.compressed_tensors, cb.gpt_oss, cb.moe, cb.modelopt_fused, cb.torchao, cb.deepseek, cb.nemotron, cb.fastdeploy]
 
 
@@ -257,6 +260,36 @@ def test_inspect_stacked_halves(tmp_path: Path) -> None:
     name = f"{L}mlp.experts.up_gate_proj_weight"
     assert "gate and up have different" not in signs(cb.fastdeploy(), tmp_path / "a", name)
     assert "gate and up have different second-level scales" in signs(cb.fastdeploy(2.0), tmp_path / "b", name)
+
+
+@pytest.mark.filterwarnings("ignore::fp4.checkpoint.CheckpointWarning")
+@pytest.mark.parametrize("sample", ["torchao/nvfp4_weight_only", "fouroversix/nvfp4_mse"])
+def test_inspect_own_scales_of_gate_and_up_are_a_note(sample: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """These producers scale each tensor by itself; a file as they wrote it is not suspicious."""
+    with fp4.open_checkpoint(DATA / sample) as ck:
+        reports = inspect(ck)
+        assert not any(r.signs for r in reports)
+        gate, up = (one(reports, f"model.layers.0.mlp.{w}_proj.weight") for w in ("gate", "up"))
+        assert gate.global_scale != up.global_scale
+        assert gate.notes == up.notes
+        assert re.fullmatch(rf"gate and up have different second-level scales \(.*\), as {ck.dialect} writes them: .*", gate.notes[0])
+        assert sum(bool(r.notes) for r in reports) == 2
+        assert summary(ck, reports)["suspicious"] == 0
+    assert main(["inspect", str(DATA / sample), "--check"]) == 0
+    out = capsys.readouterr().out
+    assert "note: model.layers.0.mlp.gate_proj.weight: gate and up have different" in out
+    assert "suspicious signs: 0" in out
+
+
+def test_inspect_unified_scales_that_differ_are_a_sign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a ModelOpt file the same difference means that a loader which keeps one scale changes the values."""
+    ex = cb.modelopt()
+    ex.tensors[f"{L}mlp.up_proj.weight_scale_2"] = cb.f32(0.5)
+    folder = ex.write(tmp_path)
+    report = one(inspect(fp4.open_checkpoint(folder)), f"{L}mlp.up_proj.weight")
+    assert report.signs == ["gate and up have different second-level scales (0.25 and 0.5)"]
+    assert report.notes == []
+    assert main(["inspect", str(folder), "--check"]) == 1
 
 
 def test_inspect_fp8_scale(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ __all__ = ["TensorReport", "inspect", "summary"]
 
 _PAIR = re.compile(r"^(?P<head>.*\.)(?P<which>gate_proj|up_proj|w1|w3)(?P<tail>\.weight)$")
 _PARTNER = {"up_proj": "gate_proj", "w3": "w1"}
+#: dialects whose producers give gate and up of a layer one second-level scale, because their loaders keep one for both
+_UNIFIES = frozenset({"modelopt", "compressed-tensors"})
 
 
 @dataclass
@@ -43,6 +45,8 @@ class TensorReport:
     gate_up: str | None = None
     activations: str | None = None
     signs: list[str] = field(default_factory=list)
+    #: what is worth knowing and no trouble
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
@@ -52,7 +56,7 @@ class TensorReport:
 def inspect(ck: Checkpoint) -> list[TensorReport]:
     """A TensorReport for each name of ``ck``. Never raises for suspicious values: it lists them in ``signs``."""
     reports = [_one(ck, ck.record(name)) for name in ck]
-    _compare_pairs({r.name: r for r in reports})
+    _compare_pairs({r.name: r for r in reports}, ck.dialect)
     return reports
 
 
@@ -175,8 +179,9 @@ def _second_level(ck: Checkpoint, record: Record, report: TensorReport) -> None:
             report.signs.append("gate and up have different second-level scales")
 
 
-def _compare_pairs(reports: dict[str, TensorReport]) -> None:
-    """Gate and up of one layer with different second-level scales: legal, and lost by loaders that keep one for both."""
+def _compare_pairs(reports: dict[str, TensorReport], dialect: str) -> None:
+    """Gate and up of one layer with different second-level scales: a sign of trouble where the producer makes them equal and the loaders
+    keep one for both; a note where each tensor has its own (torchao, fouroversix)."""
     for name, report in reports.items():
         match = _PAIR.match(name)
         if match is None or match["which"] not in _PARTNER or report.global_scale is None:
@@ -186,5 +191,8 @@ def _compare_pairs(reports: dict[str, TensorReport]) -> None:
             continue
         a, b = other.global_scale[0], report.global_scale[0]
         text = f"gate and up have different second-level scales ({a:g} and {b:g})"
-        report.signs.append(text)
-        other.signs.append(text)
+        for each in (report, other):
+            if dialect in _UNIFIES:
+                each.signs.append(text)
+            else:
+                each.notes.append(f"{text}, as {dialect} writes them: keep both when the two are joined")

@@ -43,6 +43,10 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", f"key/value cache: {dtype}, scales of {len(kv['scales'])} attention modules"]
     lines += [f"note: {text}" for text in report["notes"]]
     lines += [f"warning: {text}" for text in report["warnings"]]
+    noted = [(t["name"], text) for t in report["tensors"] for text in t["notes"]]
+    if noted:
+        more = "" if len(noted) == 1 else f"; {len(noted)} tensors have such a note (--json lists them)"
+        lines += [f"note: {noted[0][0]}: {noted[0][1]}{more}"]
     signs = [(t["name"], s) for t in report["tensors"] for s in t["signs"]]
     lines += ["", f"suspicious signs: {len(signs)}", *(f"  {name}: {sign}" for name, sign in signs)]
     return "\n".join(lines)
