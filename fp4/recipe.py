@@ -179,8 +179,14 @@ class _Recipes(Mapping[str, Recipe]):
         return len(_PRESETS)
 
     def describe(self, name: str) -> str:
-        """What the preset was compared with, byte for byte."""
-        return f"{self[name]}\n{_PROOF[name]}"
+        """What the preset was compared with, byte for byte, and for which formats."""
+        formats = "; ".join(f"{fmt}: {what}" for fmt, what in self.compared(name).items()) or "no library"
+        return f"{self[name]}\n{_PROOF[name]}\nCompared: {formats}."
+
+    def compared(self, name: str) -> dict[str, str]:
+        """Format name -> "bytes" (the library's own, all equal), "values", or how the two are related. A format that is not named was
+        not compared: the recipe runs there, and no library is known to write those bytes."""
+        return dict(_COMPARED.get(self[name].name, {}))
 
     def __repr__(self) -> str:
         return f"recipes({', '.join(_PRESETS)})"
@@ -374,3 +380,23 @@ _preset(
     nan_code="zero",
     amax_floor=1e-4,
 )
+
+#: preset -> format -> what was compared. A name with a format's own preset ("modelopt" for MXFP4) means that preset there.
+_COMPARED: dict[str, dict[str, str]] = {
+    "te": {"nvfp4": "bytes up to the sign of zero, by FlashInfer's reference"},
+    "torchao": {"nvfp4": "bytes", "mxfp4": "bytes"},
+    "modelopt": {"nvfp4": "bytes", "mxfp4": "bytes (modelopt_mxfp4)"},
+    "modelopt_mxfp4": {"mxfp4": "bytes"},
+    "compressed_tensors": {"nvfp4": "bytes", "mxfp4": "bytes"},
+    "flashinfer": {"nvfp4": "bytes", "mxfp4": "bytes", "mxfp8": "bytes"},
+    "flashinfer_fast": {"nvfp4": "rules from the kernel source"},
+    "flashinfer_fast_070": {"nvfp4": "rules from the kernel source"},
+    "quark": {"nvfp4": "bytes", "mxfp4": "bytes", "amdfp4": "bytes (quark_amdfp4)"},
+    "quark_amdfp4": {"amdfp4": "bytes"},
+    "fouroversix": {"nvfp4": "bytes"},
+    "microxcaling": {"mxfp4": "values"},
+    "microxcaling_even": {"mxfp4": "values"},
+    "triton_kernels_v1": {"mxfp4": "bytes"},
+    "triton_kernels_v2": {"mxfp4": "rules; v1 but for the tie"},
+    "deepgemm": {"mxfp4": "rules from the code, not run"},
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,27 @@ def test_nvfp4_degenerate_blocks(preset: str, row: str) -> None:
 # ---- the mapping ---------------------------------------------------------------------------------------------------------------
 
 
+def test_what_was_compared_is_what_is_compared_here() -> None:
+    """The table of docs/recipes.md: a cell that says bytes has its test above, and each test has its cell."""
+    tested = {(preset, format) for preset, _, format in WRITTEN} | {("flashinfer", f) for f in ("nvfp4", "mxfp4", "mxfp8")}
+    told = {(name, f): what for name in fp4.recipes.names() for f, what in fp4.recipes.compared(name).items()}
+    assert {pair for pair, what in told.items() if what.split()[0] == "bytes"} == {*tested, ("quark_amdfp4", "amdfp4"), ("te", "nvfp4")}
+    assert {pair for pair, what in told.items() if what == "values"} == {("microxcaling", "mxfp4"), ("microxcaling_even", "mxfp4")}
+    for (name, format), what in told.items():  # a cell in brackets names the preset that the format gets
+        assert get(name, format).name == (what.split("(")[1].rstrip(")") if "(" in what else name)
+    assert "Compared: nvfp4: bytes; mxfp4: bytes." in fp4.recipes.describe("torchao")
+    assert "no library" in fp4.recipes.describe("default")
+    with pytest.raises(Fp4Error, match="did you mean 'torchao'"):
+        fp4.recipes.compared("torchoa")
+
+
+def test_table_of_the_page_is_current() -> None:
+    made = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "make_recipes.py"))
+    text = made["PAGE"].read_text()
+    assert text == made["page"](text), "run: python docs/make_recipes.py"
+    assert "| `quark_amdfp4` |  |  |" in text
+
+
 def test_names_and_errors() -> None:
     names = fp4.recipes.names()
     assert {"default", "te", "torchao", "modelopt", "compressed_tensors", "flashinfer", "flashinfer_fast", "quark"} <= set(names)
@@ -290,7 +312,7 @@ def test_names_and_errors() -> None:
         assert len(fp4.recipes.describe(name)) > 60
         assert get(fp4.recipes[name].key) == fp4.recipes[name]
     for bad in ("floor", "TE", ""):
-        with pytest.raises(Fp4Error, match="need one of default"):
+        with pytest.raises(Fp4Error, match=r"is not known; .*fp4.recipes.names\(\) lists all"):
             fp4.recipes[bad]
     with pytest.raises(Fp4Error, match="scale_rule is 'floor'"):
         Recipe(scale_rule="floor")
