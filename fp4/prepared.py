@@ -242,7 +242,19 @@ class _Base:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared(_Base):
-    """A linear weight as one backend eats it. Made by ``fp4.prepare``; run by ``fp4.matmul``."""
+    """A linear weight as one backend eats it. Made by ``fp4.prepare``; run by ``fp4.matmul``.
+
+    ::
+
+        w.restore() -> QuantizedTensor   what it was made from, bit for bit
+        w.save(path)                     the stored bytes; fp4.load_prepared(path) reads them back
+        w.shards("n" or "k", size)       where tensor-parallel shards lie in the stored bytes
+        w.explain() -> str               backend, ranking, versions, how each array is stored
+        fp4.warmup(w, m_max)             compile and allocate before the first call or a graph capture
+
+    Attributes: ``backend``, ``problem``, ``format``, ``shape`` (n, k), ``device``, ``act_dtypes`` (dtypes of x that it takes), ``nbytes``,
+    ``arrays`` and ``layouts`` by name, ``encodes``, ``versions``, ``reasons``.
+    """
 
     _where = "matmul"
 
@@ -263,7 +275,11 @@ class Prepared(_Base):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedMoE(_Base):
-    """The experts of one MoE layer as one backend eats them. Made by ``fp4.prepare_moe``; run by ``fp4.moe``."""
+    """The experts of one MoE layer as one backend eats them. Made by ``fp4.prepare_moe``; run by ``fp4.moe``.
+
+    As Prepared: ``restore`` gives (w13, w2), ``restore_bias`` (bias13, bias2), and ``save``, ``shards``, ``explain`` and ``fp4.warmup`` are the
+    same. ``shape`` is (local experts, hidden, intermediate), ``experts`` what top-k ids speak of.
+    """
 
     _where = "moe"
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import fp4
+from fp4 import prepared
 from fp4 import prepared as prepared_module
 from fp4.gpu import registry
 from fp4.gpu.backends import triton
@@ -267,3 +268,9 @@ def test_saving_into_a_missing_folder_says_so(tmp_path: Path) -> None:
     w = fp4.prepare(fp4.quantize(torch.randn(16, 32), "mxfp4"), device="cpu")
     with pytest.raises(fp4.Fp4Error, match=r"save: .*does not exist"):
         w.save(tmp_path / "missing" / "w.safetensors")
+
+
+def test_docstring_lists_the_methods() -> None:
+    for cls in (prepared.Prepared, prepared.PreparedMoE):
+        for name in ("restore", "save", "shards", "explain", "warmup"):
+            assert name in (cls.__doc__ or ""), f"{cls.__name__}: {name}"
