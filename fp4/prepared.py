@@ -277,8 +277,8 @@ class Prepared(_Base):
 class PreparedMoE(_Base):
     """The experts of one MoE layer as one backend eats them. Made by ``fp4.prepare_moe``; run by ``fp4.moe``.
 
-    As Prepared: ``restore`` gives (w13, w2), ``restore_bias`` (bias13, bias2), and ``save``, ``shards``, ``explain`` and ``fp4.warmup`` are the
-    same. ``shape`` is (local experts, hidden, intermediate), ``experts`` what top-k ids speak of.
+    As Prepared: ``restore`` gives (w13, w2), ``restore_bias`` (bias13, bias2), and ``save``, ``shards``, ``explain`` and
+    ``fp4.warmup`` are the same. ``shape`` is (local experts, hidden, intermediate), ``experts`` what top-k ids speak of.
     """
 
     _where = "moe"

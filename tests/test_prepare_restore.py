@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import fp4
-from fp4 import prepared
 from fp4 import prepared as prepared_module
 from fp4.gpu import registry
 from fp4.gpu.backends import triton
@@ -271,6 +270,6 @@ def test_saving_into_a_missing_folder_says_so(tmp_path: Path) -> None:
 
 
 def test_docstring_lists_the_methods() -> None:
-    for cls in (prepared.Prepared, prepared.PreparedMoE):
+    for cls in (prepared_module.Prepared, prepared_module.PreparedMoE):
         for name in ("restore", "save", "shards", "explain", "warmup"):
             assert name in (cls.__doc__ or ""), f"{cls.__name__}: {name}"
