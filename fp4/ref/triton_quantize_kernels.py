@@ -1,0 +1,407 @@
+"""The device side of ``triton_quantize``: scale rules, codes, and the two kernels. Launched from there only.
+
+Every choice of the Recipe is a compile-time constant. The kernels hold no index arithmetic per element: strides and divisions are per
+block, divisions by multiplication.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp4.ref.triton_activation import activate
+from fp4.ref.triton_codes import (
+    bits_of,
+    decode_e2m1,
+    decode_e4m3,
+    decode_ue5m3,
+    decode_ue8m0,
+    encode_magnitude,
+    fields_of,
+    from_bits,
+    pack_nibbles,
+    round_even,
+)
+from fp4.ref.triton_layout import layout_offset
+from fp4.ref.triton_pairs import join4, pack8_e2m1, pack8_e4m3, top_of_pairs
+
+
+@triton.jit
+def _rcp(x, table, APPROX: tl.constexpr):
+    """Correctly rounded 1/x, or SM90's rcp.approx.ftz by its measured table, see ``scales.rcp_approx``."""
+    exact = tl.div_rn(1.0, x)
+    if APPROX:
+        mantissa = bits_of(x) & 0x007FFFFF
+        two = (tl.load(table + (mantissa >> 2)).to(tl.int32) >> ((mantissa & 3) * 2)) & 3
+        value = from_bits(bits_of(exact) + two - 1)
+        value = tl.where((exact < 1.1754943508222875e-38) | (mantissa == 0), exact, value)
+        value = tl.where(value < 1.1754943508222875e-38, 0.0, value)
+        exact = tl.where(x < 1.1754943508222875e-38, float("inf"), value)
+    return exact
+
+
+@triton.jit
+def _load_f32(ptr, mask):
+    """Values as f32; the interpreter's bf16 cast is not exact for subnormals, so there bf16 comes as its bits, i16."""
+    raw = tl.load(ptr, mask=mask, other=0)
+    if raw.dtype == tl.int16:
+        value = from_bits(raw.to(tl.int32) << 16)
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _bf16_bits(x):
+    """f32 -> bits of the nearest bf16, ties to even, in the low half of an i32; NaN stays NaN."""
+    b = bits_of(x)
+    rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded)
+
+
+@triton.jit
+def _step(x, ROUND: tl.constexpr):
+    """f32 rounded to float32 (0), bf16 (1) or fp16 (2), as f32."""
+    if ROUND == 1:
+        x = from_bits(_bf16_bits(x) << 16)
+    elif ROUND == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr, TOP: tl.constexpr, FLOOR: tl.constexpr, INF: tl.constexpr):
+    """amax f32 -> byte i32; RULE in the order of ``CHOICES["scale_rule"]``: ocp_floor, rceil, ceil, even, floor_amax_over_6."""
+    b = bits_of(amax)
+    FRACTION: tl.constexpr = 0x400000 if MAN == 1 else 0x600000  # of the largest value: 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
+    if RULE == 0:
+        byte = (b >> 23) - EMAX
+    elif RULE == 1:
+        byte = ((b + (0x7FFFFF - FRACTION)) >> 23) - EMAX
+    elif RULE == 2:
+        byte = ((b + 0x7FFFFF) >> 23) - EMAX
+    elif RULE == 3:
+        byte = ((b + (1 << (22 - MAN))) >> 23) - EMAX
+    else:
+        byte = ((b + (0x800000 - FRACTION)) >> 23) - (EMAX + 1)
+    if RULE == 1 and INF == 1:
+        byte = tl.where(b == 0x7F800000, 254, byte)
+    if RULE == 1 and FLOOR > 0:
+        byte = tl.where(b > TOP // 2, tl.maximum(byte, FLOOR), byte)
+    return tl.minimum(tl.maximum(byte, 0), 254)
+
+
+@triton.jit
+def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr):
+    """The block scale before rounding; ORDER in the order of ``CHOICES["scale_order"]``."""
+    if ORDER == 0:
+        v = tl.div_rn(amax, g * TOP)
+    elif ORDER == 1:
+        v = tl.div_rn(_step(tl.div_rn(amax, TOP), ROUND), g)
+    elif ORDER == 2:
+        v = _step(tl.div_rn(amax, TOP), ROUND) * gs
+    elif ORDER == 3:
+        v = amax * (gs * RCP_TOP)
+    else:
+        share = amax * RCP_TOP
+        if FLUSH:
+            share = tl.where(share < 1.1754943508222875e-38, 0.0, share)
+        v = gs * share
+    return v
+
+
+@triton.jit
+def _sign(code, x, y, RULE: tl.constexpr, TOP_BIT: tl.constexpr, SHIFT: tl.constexpr):
+    """``CHOICES["zero_sign"]``: keep, of_value, positive, negative."""
+    if RULE == 0:
+        code = code | ((bits_of(x) >> SHIFT) & TOP_BIT)
+    elif RULE == 1:
+        code = code | tl.where(y < 0, TOP_BIT, 0)
+    elif RULE == 2:
+        code = code | tl.where((y < 0) & (code != 0), TOP_BIT, 0)
+    else:
+        code = code | tl.where(y <= 0, TOP_BIT, 0)
+    return code
+
+
+@triton.jit
+def _e4m3_scale(
+    v, amax, bad, g, gs, table, SCALE: tl.constexpr, ENCODE_ORDER: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr,
+    UNDERFLOW: tl.constexpr, FLOORS: tl.constexpr, APPROX: tl.constexpr,
+):  # fmt: skip
+    """Block scale before rounding, f32 -> (byte i32, factor of the elements f32, decoded byte f32)."""
+    EMIN: tl.constexpr = -6 if SCALE == 0 else -14
+    TOP_CODE: tl.constexpr = 0x7E if SCALE == 0 else 0xFE
+    fields = fields_of(round_even(v, 3, EMIN), 3, EMIN, TOP_CODE)
+    byte = (fields >> 20).to(tl.int32)
+    UNDO: tl.constexpr = 2.0 ** (126 + EMIN)
+    d = fields.to(tl.float32, bitcast=True) * UNDO
+    if UNDERFLOW_BYTE != 0:
+        byte = tl.where(byte == 0, UNDERFLOW_BYTE, byte)
+    if (ZERO_BYTE != UNDERFLOW_BYTE) or FLOORS:
+        byte = tl.where(amax == 0, ZERO_BYTE, byte)
+    byte = tl.where(bad, 0x7F if SCALE == 0 else 0xFF, byte)
+    if (UNDERFLOW_BYTE != 0) or (ZERO_BYTE != 0) or FLOORS:
+        d = decode_e4m3(byte) if SCALE == 0 else decode_ue5m3(byte)
+    DIVIDE: tl.constexpr = (ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)
+    if ENCODE_ORDER == 0:
+        factor = tl.div_rn(1.0, d * g)
+        factor = tl.where(factor > 3.4028234663852886e38, 3.4028234663852886e38, factor)
+    elif ENCODE_ORDER == 1:
+        factor = d * g
+    elif ENCODE_ORDER == 2:
+        factor = tl.div_rn(gs, d)
+    elif ENCODE_ORDER == 3:
+        factor = tl.div_rn(d, gs)
+    else:
+        factor = _rcp(d * _rcp(gs, table, APPROX), table, APPROX)
+    zero = byte == 0
+    if UNDERFLOW == 1:
+        zero = zero & (amax == 0)
+    factor = tl.where(zero, float("inf") if DIVIDE else 0.0, factor)
+    return byte, tl.where(bad, float("nan"), factor), d
+
+
+@triton.jit
+def _scaled(x, factor, DIVIDE: tl.constexpr):
+    """x [n, block] by the factor of each row."""
+    if DIVIDE:
+        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape))
+    else:
+        y = x * factor[:, None]
+    return y
+
+
+@triton.jit
+def _codes(
+    x, y, PACK: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr, TIE: tl.constexpr,
+    ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr,
+):  # fmt: skip
+    """Codes of the scaled elements y of x, i32, one an element, by any recipe."""
+    TOP_BIT: tl.constexpr = 8 if PACK else 128
+    SHIFT: tl.constexpr = 28 if PACK else 24
+    NAN_MAX: tl.constexpr = 7 if PACK else 127
+    code = _sign(encode_magnitude(y, MAN, EMIN, TOP, TOP_CODE, TIE), x, y, ZERO_SIGN, TOP_BIT, SHIFT)
+    if NAN_CODE == 0:
+        code = tl.where(y != y, NAN_MAX, code)
+    elif NAN_CODE == 1:
+        code = tl.where(y != y, NAN_MAX | ((bits_of(x) >> SHIFT) & TOP_BIT), code)
+    else:
+        code = tl.where(y != y, 0, code)
+    return code
+
+
+@triton.jit
+def _bounded(a):
+    """f32 >= 0 or NaN -> at most the largest finite float32; through the integers."""
+    return from_bits(tl.minimum(bits_of(a), 0x7F7FFFFF))
+
+
+@triton.jit
+def _error(code, d, g, x, RULE: tl.constexpr, BLOCK: tl.constexpr):
+    """Error of a block's codes, f32 [n]: sum of squares (1), of magnitudes (2), or the largest magnitude (3).
+
+    Neighbours are added pairwise, level by level: the same order of sums everywhere. ``_bounded`` stands between each product and the
+    sum that follows, so that no compiler fuses the two (ptxas of Triton 3.6 does for SM120, even when told not to).
+    """
+    e = tl.abs(_bounded(decode_e2m1(code & 7) * (d * g)[:, None]) - tl.abs(x))
+    if RULE == 1:
+        e = _bounded(e * e)
+    for _ in tl.static_range(4 if BLOCK == 16 else 5):  # unrolled: a loop may not change the shape of what it carries
+        a, b = tl.split(tl.reshape(e, [e.shape[0], e.shape[1] // 2, 2]))
+        if RULE == 3:
+            e = tl.where(a > b, a, b)
+        else:
+            e = a + b
+    return tl.reshape(e, [e.shape[0]])
+
+
+@triton.jit
+def _quotient(n, factor, shift):
+    """n // d for 0 <= n < 2^31, u32, by the two numbers of ``divider(d)``."""
+    return tl.umulhi(n.to(tl.uint32) << 1, factor.to(tl.uint32)) >> shift.to(tl.uint32)
+
+
+@triton.jit
+def _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE: tl.constexpr, ONE: tl.constexpr):
+    """(matrix, row, column) of block b; ONE matrix needs no division for it."""
+    if WIDE:
+        row = b // blocks_row
+        col = b - row * blocks_row
+        mat = row // rows_mat
+    else:
+        row = _quotient(b, by_row, row_shift)
+        col = b.to(tl.uint32) - row * blocks_row.to(tl.uint32)
+        mat = row * 0 if ONE else _quotient(row, by_mat, mat_shift)
+    row = row if ONE else row - mat * rows_mat.to(mat.dtype)
+    return mat, row, col
+
+
+@triton.jit(do_not_specialize=["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat", "mat_shift", "RO", "CO", "bytes_mat"])
+def quantize_kernel(
+    x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
+    blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
+    PAIRS: tl.constexpr, CONVERT: tl.constexpr, ONE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
+    DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
+    EMAX: tl.constexpr, SCALE: tl.constexpr,
+    TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
+    RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
+    TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
+    SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
+    APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
+    ACT: tl.constexpr, ACT_ROUND: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
+    b = first + tl.arange(0, N)
+    live = b < blocks
+    mat, row, col = _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
+    if FLAT:
+        start = b * BLOCK
+    else:
+        start = mat.to(b.dtype) * s_mat + row.to(b.dtype) * s_row + col.to(b.dtype) * (s_k * BLOCK)
+    if PAIRS:  # a thread holds a whole block, so nothing moves between threads
+        p = x_ptr + (start // 2)[:, None] + tl.arange(0, 4)[None, :]
+        w0 = tl.load(p, mask=live[:, None], other=0)
+        w1 = tl.load(p + 4, mask=live[:, None], other=0)
+        top = tl.maximum(top_of_pairs(w0, NAN, FLUSH), top_of_pairs(w1, NAN, FLUSH))
+        if BLOCK == 32:
+            w2 = tl.load(p + 8, mask=live[:, None], other=0)
+            w3 = tl.load(p + 12, mask=live[:, None], other=0)
+            top = tl.maximum(top, tl.maximum(top_of_pairs(w2, NAN, FLUSH), top_of_pairs(w3, NAN, FLUSH)))
+    else:
+        e = tl.arange(0, BLOCK)
+        step = e if FLAT else e * s_k
+        x = _load_f32(x_ptr + start[:, None] + step[None, :], live[:, None])
+        if ACT >= 0:
+            up = _load_f32(up_ptr + start[:, None] + step[None, :], live[:, None]) if ACT > 0 else x
+            x = _step(activate(x, up, p0, p1, p2, ACT), ACT_ROUND)
+        if FLUSH:
+            x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
+        # amax on the bits of |x|: the order of magnitudes is that of their bits, infinity and NaN come last
+        magnitude = bits_of(x) & 0x7FFFFFFF
+        if NAN == 1:  # ignore: -1 is below every magnitude and stays only if all are NaN
+            magnitude = tl.where(magnitude > 0x7F800000, -1, magnitude)
+        top = tl.max(magnitude, 1)
+    if NAN == 1:
+        top = tl.where(top < 0, 0x7FC00000, top)
+    amax = from_bits(top)
+    bad = amax != amax
+    if INF != 1:
+        bad = bits_of(amax) >= 0x7F800000
+    floored = tl.where(amax < AMAX_FLOOR, AMAX_FLOOR, amax) if AMAX_FLOOR > 0 else amax
+
+    if SCALE == 2:
+        TOP_INT: tl.constexpr = 6 if PACK else 448
+        byte = _ue8m0_byte(floored, RULE, EMAX, MAN, TOP_INT, UE8M0_FLOOR, INF)
+        byte = tl.where(bad, 255, byte)
+        power = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
+        if UE8M0_ZERO:
+            power = tl.where(byte == 0, 0, power)
+        factor = from_bits(tl.where(bad, 0x7FC00000, power))
+    else:
+        if EXPERTS:
+            g = tl.load(g_ptr + mat, mask=live, other=1.0)
+            gs = tl.load(gs_ptr + mat, mask=live, other=1.0)
+        else:
+            g = tl.load(g_ptr + tl.zeros([1], tl.int32))
+            gs = tl.load(gs_ptr + tl.zeros([1], tl.int32))
+        v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND, FLUSH)
+        if SCALE_FLOOR > 0:
+            v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
+        FLOORS: tl.constexpr = (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0)
+        byte, factor, d = _e4m3_scale(
+            v, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
+        )
+
+    DIVIDE: tl.constexpr = (SCALE != 2) and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3))
+    if PAIRS:
+        if PACK:
+            q = codes_ptr + (b * (BLOCK // 8))[:, None]
+            c0 = pack8_e2m1(w0, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+            c1 = pack8_e2m1(w1, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+            if BLOCK == 32:
+                c2 = pack8_e2m1(w2, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+                c3 = pack8_e2m1(w3, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
+            else:
+                tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
+        else:
+            q = codes_ptr + (b * (BLOCK // 4))[:, None]
+            c0, c1 = pack8_e4m3(w0, factor, CONVERT)
+            c2, c3 = pack8_e4m3(w1, factor, CONVERT)
+            if BLOCK == 32:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
+                c4, c5 = pack8_e4m3(w2, factor, CONVERT)
+                c6, c7 = pack8_e4m3(w3, factor, CONVERT)
+                words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N, 8])
+                tl.store(q + tl.arange(0, 8)[None, :], words, mask=live[:, None])
+            else:
+                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
+    else:
+        y = _scaled(x, factor, DIVIDE)
+        if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
+            # the usual case, with the fewest instructions: NaN has become 7 by itself; signs join while codes still are at bit 22
+            fields = fields_of(round_even(y, MAN, EMIN), MAN, EMIN, TOP_CODE) | ((bits_of(x) >> 6) & 0x02000000).to(tl.uint32, bitcast=True)
+            even, odd = tl.split(tl.reshape(fields, [N, BLOCK // 2, 2]))
+            packed = ((even + (odd << 4)) >> 22).to(tl.uint8)
+        else:
+            code = _codes(x, y, PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
+            if FOUR_OVER_SIX != 0:
+                byte4, factor4, d4 = _e4m3_scale(
+                    v * 1.5, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
+                )
+                code4 = _codes(x, _scaled(x, factor4, DIVIDE), PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
+                four = _error(code4, d4, g, x, FOUR_OVER_SIX, BLOCK) < _error(code, d, g, x, FOUR_OVER_SIX, BLOCK)
+                byte = tl.where(four, byte4, byte)
+                code = tl.where(four[:, None], code4, code)
+            packed = pack_nibbles(code) if PACK else code.to(tl.uint8)
+        WIDTH: tl.constexpr = BLOCK // 2 if PACK else BLOCK
+        place = (b * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+        tl.store(codes_ptr + place, packed, mask=live[:, None])
+
+    if len(DIGITS) == 0:
+        at = b
+    elif WIDE:
+        at = layout_offset(row, col, RO, CO, DIGITS) + mat * bytes_mat
+    else:  # unsigned: divisions by powers of two are single shifts
+        at = layout_offset(row, col, RO.to(tl.uint32), CO.to(tl.uint32), DIGITS)
+        at = at if ONE else at + mat * bytes_mat.to(tl.uint32)
+    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=live)
+
+
+@triton.jit(do_not_specialize=["groups", "groups_mat"])
+def dequantize_kernel(
+    codes_ptr, scale_ptr, g_ptr, out_ptr, groups, groups_mat,
+    N: tl.constexpr, GROUP: tl.constexpr, PER_BLOCK: tl.constexpr, PACK: tl.constexpr, SCALE: tl.constexpr,
+    TENSOR_SCALE: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A group is 16 bytes of output (a thread's store); PER_BLOCK groups share a scale byte."""
+    first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
+    r = first + tl.arange(0, N)
+    live = r < groups
+    byte = tl.load(scale_ptr + r // PER_BLOCK, mask=live, other=0)
+    if SCALE == 0:
+        s = decode_e4m3(byte)
+    elif SCALE == 1:
+        s = decode_ue5m3(byte)
+    else:
+        s = decode_ue8m0(byte)
+    if TENSOR_SCALE:
+        if EXPERTS:
+            s = s * tl.load(g_ptr + r // groups_mat, mask=live, other=1.0)
+        else:
+            s = s * tl.load(g_ptr + tl.zeros([1], tl.int32))
+    if PACK:
+        h = tl.arange(0, GROUP // 2)
+        packed = tl.load(codes_ptr + (r * (GROUP // 2))[:, None] + h[None, :], mask=live[:, None], other=0).to(tl.int32)
+        value = tl.reshape(tl.join(decode_e2m1(packed), decode_e2m1(packed >> 4)), [N, GROUP])
+    else:
+        h = tl.arange(0, GROUP)
+        value = decode_e4m3(tl.load(codes_ptr + (r * GROUP)[:, None] + h[None, :], mask=live[:, None], other=0))
+    e = tl.arange(0, GROUP)
+    out = value * s[:, None]
+    if out_ptr.dtype.element_ty == tl.int16:  # bf16 where the cast cannot be trusted, see dequantize_blocks
+        cast = _bf16_bits(out).to(tl.int16)
+    else:
+        cast = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (r * GROUP)[:, None] + e[None, :], cast, mask=live[:, None])
