@@ -234,3 +234,28 @@ def test_prepare_moves_experts_one_by_one() -> None:
     grown = torch.cuda.max_memory_allocated() - before
     assert p.device.type == "cuda"
     assert grown < 1.2 * p.nbytes + (64 << 20), (grown, p.nbytes)
+
+
+@pytest.mark.parametrize("stored", [None, "sf_128x4"])
+@pytest.mark.parametrize("given", [None, 0.01, "tensor", "per_expert"])
+@pytest.mark.parametrize("recipe", ["default", "te", "compressed_tensors"])
+def test_quantize_is_captured(recipe: str, given: Any, stored: str | None) -> None:
+    """No value is read back and nothing comes from the host: a replay quantises what x holds then."""
+    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
+    g = torch.tensor([0.01, 0.02], device="cuda") if given == "tensor" else given
+
+    def run() -> tuple[torch.Tensor, ...]:
+        q = fp4.quantize(x, "nvfp4", recipe, g, scale_layout=stored)
+        return q.codes, q.scale if stored is None else q.scale.data, q.global_scale
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    x.copy_(torch.randn_like(x) * 3)
+    want = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, expected in zip(out, want, strict=True):
+        assert torch.equal(got, expected)
