@@ -1,4 +1,5 @@
 """Speed of the layout kernel against a plain device copy: ``python benchmarks/permute.py [--mib 256] [--sweep] [--json FILE] [NAME ...]``.
+With ``--no-time --jobs 8`` before it, the same options fill Triton's cache in 8 processes, and the timing compiles nothing.
 
 For each byte layout and direction: the median time of ``apply`` or ``invert`` of one matrix and its share of the bandwidth that
 ``torch.Tensor.copy_`` of the same number of bytes reaches in the same run. Aim: 80% or more from 64 MiB on. ``--sweep`` also tries
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
@@ -56,6 +59,25 @@ def shape_for(layout: Layout, nbytes: int) -> tuple[int, int]:
     return sample_shape(layout, max(nbytes // cols, 1), cols * layout.units_per_byte)
 
 
+def options(sweep: bool) -> list[tuple[int, int]]:
+    return [(t, w) for t in TILES for w in WARPS] if sweep else [(permute.TILE_BYTES, permute.WARPS)]
+
+
+def warm(layout: Layout, nbytes: int, sweep: bool) -> None:
+    """Compile what ``measure`` times; each call runs once."""
+    shape = shape_for(layout, nbytes)
+    x = torch.empty(shape, dtype=torch.uint8, device="cuda")
+    y = layout.apply(x)
+    layout.invert(y, shape)
+    for tile, warps in options(sweep):
+        try:
+            permute.apply(layout, x, tile_bytes=tile, warps=warps)
+            permute.invert(layout, y, shape, tile_bytes=tile, warps=warps)
+        except Exception as error:  # a tile that does not fit shared memory: measure says so too
+            print(f"  {layout.name} tile {tile} warps {warps}: {type(error).__name__}")
+    torch.cuda.synchronize()
+
+
 def measure(layout: Layout, nbytes: int, sweep: bool) -> list[dict[str, object]]:
     shape = shape_for(layout, nbytes)
     x = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
@@ -66,9 +88,8 @@ def measure(layout: Layout, nbytes: int, sweep: bool) -> list[dict[str, object]]
     copy_us = time_us(lambda: copy.copy_(x))
     rows = []
     for direction in ("apply", "invert"):
-        options = [(t, w) for t in TILES for w in WARPS] if sweep else [(permute.TILE_BYTES, permute.WARPS)]
         best: tuple[float, int, int] | None = None
-        for tile, warps in options:
+        for tile, warps in options(sweep):
             try:
                 us = time_us(
                     (lambda: permute.apply(layout, x, tile_bytes=tile, warps=warps))  # noqa: B023
@@ -118,20 +139,33 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="layouts; default: all")
     parser.add_argument("--mib", type=int, default=256, help="bytes moved, in MiB")
     parser.add_argument("--sweep", action="store_true", help="try other tile sizes and warps")
+    parser.add_argument("--no-time", action="store_true", help="compile only what would be timed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of --no-time")
     parser.add_argument("--json", metavar="FILE", help="write every row there")
     args = parser.parse_args()
+    found = [
+        layout
+        for name in args.names or catalogue.names()
+        for layout in (catalogue.variants(name) if name.startswith("hopper_sf") else catalogue.variants(name)[:1])
+        if permute.can(layout)
+    ]
+    if args.no_time:
+        with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            work = [pool.submit(warm, layout, args.mib << 20, args.sweep) for layout in found]
+            if not args.names:
+                work.append(pool.submit(quantize_rows, args.mib << 20))
+            for done in work:
+                done.result()
+        return
     rows: list[dict[str, object]] = []
     print(f"{torch.cuda.get_device_name()}, {args.mib} MiB")
-    for name in args.names or catalogue.names():
-        for layout in catalogue.variants(name)[:1] if not name.startswith("hopper_sf") else catalogue.variants(name):
-            if not permute.can(layout):
-                continue
-            for row in measure(layout, args.mib << 20, args.sweep):
-                rows.append(row)
-                print(
-                    f"{row['layout']!s:26} {row['direction']!s:6} {row['shape']!s:16} {row['us']:>8} us {row['gb_s']:>7} GB/s "
-                    f"{float(str(row['of_copy'])):6.1%} of copy  tile {row['tile']} warps {row['warps']}"
-                )
+    for layout in found:
+        for row in measure(layout, args.mib << 20, args.sweep):
+            rows.append(row)
+            print(
+                f"{row['layout']!s:26} {row['direction']!s:6} {row['shape']!s:16} {row['us']:>8} us {row['gb_s']:>7} GB/s "
+                f"{float(str(row['of_copy'])):6.1%} of copy  tile {row['tile']} warps {row['warps']}"
+            )
     slow = [f"{r['layout']} {r['direction']} {r['of_copy']}" for r in rows if float(str(r["of_copy"])) < 0.8]
     print(f"{len(rows) - len(slow)} of {len(rows)} at 80% of copy or more" + (f"; below: {'; '.join(slow)}" if slow else ""))
     if not args.names:

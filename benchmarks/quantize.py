@@ -1,23 +1,29 @@
 """Speed of quantise and dequantise, each as a ratio to a plain copy measured in the same run.
 
     OMP_NUM_THREADS=2 python benchmarks/quantize.py cpu [--elements 268435456] [--formats nvfp4]
-    python benchmarks/quantize.py gpu [--size 8192] [--sweep] [--json FILE]
+    python benchmarks/quantize.py gpu [--size 8192] [--sweep-below 0.9] [--json FILE]
+    python benchmarks/quantize.py gpu --no-time --jobs 8        # compare bytes and fill Triton's cache in 8 processes
+    python benchmarks/quantize.py gpu --no-check                # then time alone, with nothing left to compile
 
 CPU: time over the time of copying the bf16 side (256 Mi elements): at most 16 for dequantise, 60 for quantise.
 GPU: bytes read and written per second over those of a device copy of a bf16 size x size tensor: at least 0.85. The data are random,
 several buffers in turn (more than the L2 cache together), launches in one CUDA graph, the median of the replays. Before timing, the
-kernels' bytes are compared with the CPU's for every format and preset, ties and specials included.
+kernels' bytes are compared with the CPU's for every format and preset, ties and specials included. MXFP8 runs twice, without and with
+``HARDWARE_E4M3``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,40 +92,104 @@ def graph_time(launches: list[Callable[[], object]], replays: int = 20) -> float
     return statistics.median(times)
 
 
-def gpu(size: int, sweep: bool) -> list[Row]:
+@dataclass(frozen=True)
+class Case:
+    """One row of the GPU part. ``tile`` None: the library's own choice."""
+
+    op: str
+    format: str
+    hardware: bool = False
+    tile: int | None = None
+    warps: int = 4
+
+
+def cases(names: list[str]) -> list[Case]:
+    out = []
+    for name in names:
+        out.append(Case("quantize", name))
+        if name == "mxfp8":
+            out.append(Case("quantize", name, True))
+        out.append(Case("dequantize", name))
+        if name in ("nvfp4", "mxfp4", "mxfp8"):
+            out.append(Case("quantize to sf_128x4", name))
+        if name == "nvfp4":  # x is read twice: for its amax, then for its codes
+            out += [Case("quantize, g from amax", name), Case("amax", name)]
+    return out
+
+
+def variants(case: Case) -> list[Case]:
+    """The same work with other warps and one, two or four blocks (or 16-byte groups) a thread."""
+    if case.op == "dequantize":
+        return [replace(case, tile=t, warps=w) for t in (2048, 4096, 8192) for w in (2, 4, 8)]
+    if not case.op.startswith("quantize") or case.op.endswith("amax"):
+        return []
+    block = formats.get(case.format).block
+    return [replace(case, tile=32 * w * block * each, warps=w) for w in (1, 2, 4, 8, 16) for each in (1, 2)]
+
+
+def launches(case: Case, xs: list[torch.Tensor]) -> tuple[list[Callable[[], object]], int]:
+    """(one call a buffer, bytes that a call reads and writes)."""
     from fp4.ref import triton_quantize as golden
     from fp4.ref.triton_amax import finite_amax
 
-    buffers = 6
-    xs = [torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(buffers)]
+    golden.HARDWARE_E4M3 = case.hardware
+    fmt, recipe = formats.get(case.format), fp4.recipes["default"]
+    g = torch.tensor(0.002, device="cuda") if fmt.tensor_scale else None
+    gs = None if g is None else torch.reciprocal(g)
+    elements = xs[0].numel()
+    both = elements * 2 + elements // fmt.codes_per_byte + elements // fmt.block
+    how: dict[str, Any] = {"fmt": fmt, "tile": case.tile, "num_warps": case.warps}
+    pack = partial(golden.quantize_blocks, recipe=recipe, global_scale=g, encode_scale=gs, **how)
+    if case.op == "quantize":
+        return [partial(pack, x) for x in xs], both
+    if case.op == "quantize to sf_128x4":
+        return [partial(pack, x, scale_layout=fp4.layouts["sf_128x4"]) for x in xs], both
+    if case.op == "dequantize":
+        parts = [pack(x, tile=None, num_warps=4) for x in xs]
+        return [partial(golden.dequantize_blocks, c, s, global_scale=g, dtype=torch.bfloat16, **how) for c, s in parts], both
+    if case.op == "amax":
+        return [partial(finite_amax, x) for x in xs], elements * 2
+    return [partial(fp4.quantize, x, fmt) for x in xs], both + elements * 2
+
+
+def gpu(size: int, names: list[str], sweep_below: float) -> list[Row]:
+    xs = [torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(6)]
     ys = [torch.empty_like(x) for x in xs]
     copy = graph_time([partial(y.copy_, x) for x, y in zip(xs, ys, strict=True)])
     copy_rate = 2 * xs[0].numel() * 2 / copy
     rows: list[Row] = [{"op": "copy", "format": "bf16", "us": copy * 1e6, "gb_s": copy_rate / 1e9, "ratio": 1.0, "limit": 1.0}]
-    shapes = [(t, w) for t in (1024, 2048, 4096, 8192) for w in (2, 4, 8)] if sweep else [(None, 4)]
-    for name in ("nvfp4", "mxfp4", "mxfp8", "nvfp4_b32", "amdfp4"):
-        fmt = formats.get(name)
-        g = torch.tensor(0.002, device="cuda") if fmt.tensor_scale else None
-        gs = None if g is None else torch.reciprocal(g)
-        recipe = fp4.recipes["default"]
-        parts = [golden.quantize_blocks(x, fmt, recipe, g, gs) for x in xs]
-        written = parts[0][0].numel() + parts[0][1].numel()
-        for tile, warps in shapes:
-            pack = partial(golden.quantize_blocks, fmt=fmt, recipe=recipe, global_scale=g, encode_scale=gs, tile=tile, num_warps=warps)
-            read = partial(golden.dequantize_blocks, global_scale=g, fmt=fmt, dtype=torch.bfloat16, tile=tile, num_warps=warps)
-            work = {"quantize": [partial(pack, x) for x in xs], "dequantize": [partial(read, c, s) for c, s in parts]}
-            if not sweep and name in ("nvfp4", "mxfp4"):
-                work["quantize to sf_128x4"] = [partial(pack, x, scale_layout=fp4.layouts["sf_128x4"]) for x in xs]
-            if not sweep and name == "nvfp4":  # x is read twice: for its amax, then for its codes
-                work["quantize, g from amax"] = [partial(fp4.quantize, x, fmt) for x in xs]
-                work["amax"] = [partial(finite_amax, x) for x in xs]
-            for op, launches in work.items():
-                took = graph_time(launches)
-                small = {"amax": 0, "quantize, g from amax": written + xs[0].numel() * 2}.get(op, written)
-                rate = (xs[0].numel() * 2 + small) / took
-                row = {"op": op, "format": name, "us": took * 1e6, "gb_s": rate / 1e9, "ratio": rate / copy_rate, "limit": 0.85}
-                rows.append(row | {"tile": tile or 0, "warps": warps})
+
+    def measure(case: Case) -> float:
+        calls, moved = launches(case, xs)
+        took = graph_time(calls)
+        rate = moved / took
+        row = asdict(case) | {"us": took * 1e6, "gb_s": rate / 1e9, "ratio": rate / copy_rate, "limit": 0.85}
+        rows.append(row | {"tile": case.tile or 0})
+        return rate / copy_rate
+
+    for case in cases(names):
+        if measure(case) < sweep_below:
+            for other in variants(case):
+                measure(other)
     return rows
+
+
+def warm(case: Case, size: int) -> int:
+    """Compile the case, once run."""
+    for call in launches(case, [torch.randn(size, size, device="cuda").to(torch.bfloat16)])[0]:
+        call()
+    torch.cuda.synchronize()
+    return 0
+
+
+def in_processes(work: list[Callable[[], int]], jobs: int) -> int:
+    """Sum of the results; 1 job runs here. Whatever a process raises is raised here."""
+    if jobs == 1:
+        return sum(run() for run in work)
+    with ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        return sum(done.result() for done in [pool.submit(run) for run in work])
 
 
 def data(shape: tuple[int, int], seed: int) -> torch.Tensor:
@@ -134,49 +204,87 @@ def data(shape: tuple[int, int], seed: int) -> torch.Tensor:
     return torch.where(torch.rand((shape[0], 1), generator=g) < 0.05, torch.zeros(()), x)
 
 
-def check() -> Row:
-    """Bytes of the compiled kernels against the CPU: every format, preset and input type. Raises SystemExit at the first difference."""
+def every_bf16(block: int) -> torch.Tensor:
+    """All bf16 patterns beside block maxima from subnormal to the largest power of two, bf16 [rows, 64 * block]."""
+    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    bits = torch.cat([bits, bits[: -len(bits) % (block - 1)]]).view(torch.bfloat16).view(-1, block - 1)
+    tops = torch.exp2(torch.tensor([*range(-133, 128, 13), 127, -126, -127]).double()).to(torch.bfloat16)
+    # what is above the block's maximum would be the maximum itself; NaN and infinity stay
+    small = torch.where(bits.isfinite() & (bits.abs() > tops[:, None, None]), tops[:, None, None], bits[None])
+    x = torch.cat([tops[:, None, None].expand(-1, len(bits), 1), small], 2).reshape(-1, block)
+    return x[: len(x) // 64 * 64].reshape(-1, 64 * block)
+
+
+def check(name: str, preset: str, dtype: torch.dtype, hardware: bool, exhaustive: bool) -> int:
+    """Bytes of the compiled kernels against the CPU's; how many were compared. Raises ValueError at the first difference."""
     from fp4.ref import triton_quantize as golden
 
-    compared = 0
+    golden.HARDWARE_E4M3 = hardware
+    fmt, recipe = formats.get(name), fp4.recipe.get(preset, name)
+    x = every_bf16(fmt.block) if exhaustive else data((512, 1536), 5).to(dtype)
+    g, gs = ref.resolve_global_scale(x, fmt, recipe, None, None, False)
+    want = ref.quantize_blocks(x, fmt, recipe, g, gs)
+    on = [None if t is None else t.cuda() for t in (g, gs)]
+    got = golden.quantize_blocks(x.cuda(), fmt, recipe, *on)
+    values = ref.dequantize_blocks(*want, g, fmt, dtype)
+    back = golden.dequantize_blocks(*got, on[0], fmt, dtype).cpu()
+    if fmt.tensor_scale and not torch.equal(ref.tensor_amax(x.cuda()).cpu(), ref.tensor_amax(x)):
+        raise ValueError(f"check: amax of {dtype} differs from the CPU")
+    pairs = [("codes", want[0], got[0].cpu()), ("scale", want[1], got[1].cpu())]
+    pairs.append(("values", values.nan_to_num(0.5), back.nan_to_num(0.5)))
+    if preset == "default":
+        layout = fp4.layouts["sf_128x4"]
+        codes, scale = golden.quantize_blocks(x.cuda(), fmt, recipe, *on, scale_layout=layout)
+        pairs += [("codes beside sf_128x4", want[0], codes.cpu()), ("scale in sf_128x4", layout.apply(want[1]), scale.cpu())]
+    for what, a, b in pairs:
+        if not torch.equal(a, b):
+            at = int((a != b).flatten().nonzero()[0])
+            raise ValueError(
+                f"check: {what} of {name} {preset} {dtype}, hardware_e4m3 {hardware}: {int((a != b).sum())} of {a.numel()} differ from the "
+                f"CPU; first at {at}: {a.flatten()[at].item()} on the CPU, {b.flatten()[at].item()} on the GPU"
+            )
+    return sum(a.numel() for _, a, _ in pairs)
+
+
+def checks() -> list[Callable[[], int]]:
+    """Every format, preset and input type; every bf16 value under the default recipe; MXFP8 with the instruction too."""
+    out: list[Callable[[], int]] = []
     for name in formats.names():
         for preset in fp4.recipes.names():
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                fmt, recipe, x = formats.get(name), fp4.recipe.get(preset, name), data((512, 1536), 5).to(dtype)
-                g, gs = ref.resolve_global_scale(x, fmt, recipe, None, None, False)
-                want = ref.quantize_blocks(x, fmt, recipe, g, gs)
-                on = [None if t is None else t.cuda() for t in (g, gs)]
-                got = golden.quantize_blocks(x.cuda(), fmt, recipe, *on)
-                values = ref.dequantize_blocks(*want, g, fmt, dtype)
-                back = golden.dequantize_blocks(*got, on[0], fmt, dtype).cpu()
-                if fmt.tensor_scale and not torch.equal(ref.tensor_amax(x.cuda()).cpu(), ref.tensor_amax(x)):
-                    raise SystemExit(f"check: amax of {dtype} differs from the CPU")
-                pairs = [("codes", want[0], got[0].cpu()), ("scale", want[1], got[1].cpu())]
-                pairs.append(("values", values.nan_to_num(0.5), back.nan_to_num(0.5)))
-                for what, a, b in pairs:
-                    if not torch.equal(a, b):
-                        raise SystemExit(
-                            f"check: {what} of {name} {preset} {dtype}: {int((a != b).sum())} of {a.numel()} differ from the CPU"
-                        )
-                    compared += a.numel()
-    return {"op": "check", "compared": compared}
+                for hardware in (False, True) if name == "mxfp8" and dtype == torch.bfloat16 else (False,):
+                    out.append(partial(check, name, preset, dtype, hardware, False))
+                    if preset == "default" and dtype == torch.bfloat16:
+                        out.append(partial(check, name, preset, dtype, hardware, True))
+    return out
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("part", choices=["cpu", "gpu"])
     p.add_argument("--elements", type=int, default=1 << 28)
-    p.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4", "mxfp8"], help="CPU part")
+    p.add_argument("--formats", nargs="+", help="default: nvfp4 mxfp4 mxfp8 on the CPU, all five on the GPU")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--size", type=int, default=8192)
-    p.add_argument("--sweep", action="store_true", help="try tile and warp counts")
+    p.add_argument("--sweep-below", type=float, default=0.0, metavar="RATIO", help="try other tiles and warps for rows below this ratio")
     p.add_argument("--no-check", action="store_true", help="time only; comparing every preset compiles some 200 kernels, a minute or two")
+    p.add_argument("--no-time", action="store_true", help="compare bytes and compile all that --no-check --sweep-below 9 times")
+    p.add_argument("--jobs", type=int, default=1, help="processes that compare and compile")
     p.add_argument("--json", type=Path)
     a = p.parse_args()
     if a.part == "cpu":
-        rows = cpu(a.elements, a.repeats, a.formats)
+        rows = cpu(a.elements, a.repeats, a.formats or ["nvfp4", "mxfp4", "mxfp8"])
     else:
-        rows = [*([] if a.no_check else [check()]), *gpu(a.size, a.sweep)]
+        names = a.formats or ["nvfp4", "mxfp4", "mxfp8", "nvfp4_b32", "amdfp4"]
+        rows, work = [], [] if a.no_check else checks()
+        if a.no_time:
+            work += [partial(warm, c, a.size) for case in cases(names) for c in (case, *variants(case))]
+        if work:
+            try:
+                rows.append({"op": "check", "compared": in_processes(work, a.jobs)})
+            except ValueError as error:
+                raise SystemExit(str(error)) from None
+        rows += [] if a.no_time else gpu(a.size, names, a.sweep_below)
     better = (lambda r: r["ratio"] <= r["limit"]) if a.part == "cpu" else (lambda r: r["ratio"] >= r["limit"])
     device = platform.processor() or platform.machine() if a.part == "cpu" else torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, {torch.get_num_threads()} threads, python {platform.python_version()}")
@@ -186,6 +294,7 @@ def main() -> None:
             continue
         size = f"{r['seconds']:.2f} s, copy {r['copy_seconds']:.3f} s" if a.part == "cpu" else f"{r['us']:.1f} us, {r['gb_s']:.0f} GB/s"
         extra = f" tile {r['tile']} warps {r['warps']}" if r.get("tile") else ""
+        extra += " hardware_e4m3" if r.get("hardware") else ""
         print(
             f"{r['op']:24s} {r['format']:10s} ratio {r['ratio']:.2f} (limit {r['limit']}) {'ok' if better(r) else 'MISSED'}  {size}{extra}"
         )
