@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,29 +37,28 @@ def parse() -> argparse.Namespace:
     p.add_argument("--format", default="mxfp4", choices=["mxfp4", "nvfp4"])
     p.add_argument("--tokens", default="1,16,64,256,1024,4096")
     p.add_argument("--no-peers", action="store_true")
+    p.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--json")
     return p.parse_args()
 
 
-def compile_ahead(a: argparse.Namespace, tokens: list[int]) -> None:
-    """Fill Triton's disk cache from forked workers, before this process touches CUDA. Needs a Hopper GPU's target by name only."""
+def compile_for(a: argparse.Namespace, t: int) -> None:
+    """Compile what ``t`` tokens need into Triton's disk cache; no device is asked."""
     from triton.backends.compiler import GPUTarget
 
     z, w = torch.zeros(64), torch.zeros(64, dtype=torch.uint8)
     windows: dict[torch.dtype, Any] = {torch.bfloat16: ((z, 5, False),) * 2}
-    block = 32 if a.format == "mxfp4" else 16
-    children = []
-    for t in tokens:
-        child = os.fork()
-        if child == 0:
-            g = grouped.Grouped(block, a.experts, 0, a.hidden, a.inter, fp4.SwiGLU(), w, w, w, w, z, z, windows)
-            plan = grouped_plan.choose(t * a.topk, a.experts, g.n13, a.hidden, (9, 0))
-            b = torch.bfloat16
-            grouped_run.Chain(g, t, a.topk, b, torch.int32, torch.float32, b, plan, GPUTarget("cuda", 90, 32))
-            os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    g = grouped.Grouped(32 if a.format == "mxfp4" else 16, a.experts, 0, a.hidden, a.inter, fp4.SwiGLU(), w, w, w, w, z, z, windows)
+    plan = grouped_plan.choose(t * a.topk, a.experts, g.n13, a.hidden, (9, 0))
+    b = torch.bfloat16
+    grouped_run.Chain(g, t, a.topk, b, torch.int32, torch.float32, b, plan, GPUTarget("cuda", 90, 32))
+
+
+def compile_ahead(tokens: list[int]) -> None:
+    """Fill Triton's disk cache from one process a token count, before this process touches CUDA."""
+    command = [sys.executable, str(Path(__file__).parent / "moe.py"), *sys.argv[1:], "--compile-only", "--tokens"]
+    for process in [subprocess.Popen([*command, str(t)]) for t in tokens]:
+        process.wait(timeout=120)
 
 
 def weight(fmt: str, e: int, n: int, k: int, seed: int) -> QuantizedTensor:
@@ -171,7 +171,10 @@ def triton_kernels_call(w13: QuantizedTensor, w2: QuantizedTensor, b13: torch.Te
 def main() -> None:
     a = parse()
     tokens = [int(t) for t in a.tokens.split(",")]
-    compile_ahead(a, tokens)
+    if a.compile_only:
+        compile_for(a, tokens[0])
+        return
+    compile_ahead(tokens)
     import triton
 
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, triton {triton.__version__}, {a.format}, {vars(a)}", flush=True)
