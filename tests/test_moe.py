@@ -162,6 +162,28 @@ def test_foreign_ids_never_multiply() -> None:
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_an_expert_that_overflows_stays_with_its_own_tokens(fmt: str) -> None:
+    """0 * inf is NaN: an id that is not here must not be computed as a real expert (the outer ones, which clamping would name)."""
+    w13, w2, b13, b2 = _layer(11, fmt, 4, 64, 32)
+    w2 = replace(w2, scale=w2.scale.clone())
+    w2.scale[[0, -1]] = 0x7E if fmt == "nvfp4" else 254
+    if fmt == "nvfp4":
+        w2.global_scale[[0, -1]] = 3e38
+    x = _input(64, 8, w13)
+    bad = torch.tensor([-1, 4, 2**40, -(2**40), 5, 99, -1, -2])
+    ids, weights = torch.stack([bad, torch.full((8,), 2)], 1), torch.rand(8, 2)
+    ids[4:] = ids[4:].flip(1)
+    kw: dict[str, Any] = {"gate_up": "gate_up", "activation": fp4.SiLU(), "bias13": b13, "bias2": b2}
+    alone = ref.moe(x, w13, w2, torch.full((8, 1), 2), weights[ids == 2].reshape(8, 1), **kw)
+    for layer in (ref.moe, _plain):
+        assert not layer(x, w13, w2, torch.full((8, 1), 3), torch.ones(8, 1), **kw).isfinite().all()
+        torch.testing.assert_close(layer(x, w13, w2, ids, weights, **kw), alone, rtol=1e-3, atol=1e-3)
+        moved = torch.where(ids == 2, 12, ids)  # experts 10 to 13: 2 and 3 of another rank among the bad ones
+        moved[0, 0] = 3
+        torch.testing.assert_close(layer(x, w13, w2, moved, weights, local_experts=range(10, 14), **kw), alone, rtol=1e-3, atol=1e-3)
+
+
 def test_kernel_ignores_unused_experts() -> None:
     """Experts that no token chose may hold anything, NaN scales included."""
     w13, w2, _, _ = _layer(8, "mxfp4", 3, 64, 32)

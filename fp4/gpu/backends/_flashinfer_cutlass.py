@@ -23,7 +23,7 @@ from fp4.gpu.backends._flashinfer_route import (
     cc,
     common_moe_reasons,
     expert_partition,
-    in_range,
+    local_routing,
     narrow,
     pack_folded,
     pad_columns,
@@ -141,7 +141,7 @@ def _call(
     w2 = a["w2.codes"].view(experts, hidden, inter // 2).view(weight_dtype)
     moe, fixed = _base(p)
     bias13, bias2 = a.get("flashinfer.bias13"), a.get("flashinfer.bias2")
-    logical_hidden = problem.hidden
+    logical_hidden, start = problem.hidden, problem.local[0] if problem.local else 0
 
     def run(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         tokens, dtype = x.shape[0], out_dtype if out_dtype in _OUT else x.dtype
@@ -149,7 +149,7 @@ def _call(
             return x.new_zeros((tokens, logical_hidden), dtype=out_dtype)
         x = pad_columns(x, hidden)
         given = {"input": x} if quantize is None else quantize(x)
-        ids, weights = in_range(topk_ids, topk_weights, problem.experts)
+        ids, weights = local_routing(topk_ids, topk_weights, start, start + experts)
         out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
         moe(
             **given,

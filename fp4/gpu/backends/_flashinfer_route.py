@@ -25,7 +25,7 @@ __all__ = [
     "cc",
     "common_moe_reasons",
     "expert_partition",
-    "in_range",
+    "local_routing",
     "narrow",
     "pack_folded",
     "pad_columns",
@@ -104,10 +104,21 @@ def pad_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
     return x.contiguous().view(-1).view(x.shape)
 
 
-def in_range(topk_ids: torch.Tensor, topk_weights: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids i32, weights f32) that may index memory: an id outside [0, experts) becomes a real one with weight zero."""
-    kept = topk_ids.clamp(0, experts - 1)
-    return kept.to(torch.int32).contiguous(), topk_weights.float().masked_fill(kept != topk_ids, 0.0)
+def local_routing(topk_ids: torch.Tensor, topk_weights: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids i32, weights f32) for the fused kernels: -1 for every id outside [start, stop), and each expert once in a row.
+
+    -1 is an expert that is nowhere: cutlass_fused_moe and trtllm-gen (tuple and packed routing) leave the pair out of the sort and of the
+    sum, in every release from 0.6.11 to 0.7.4. A real expert with weight zero would not do: its row may overflow, and 0 * inf is NaN.
+    Both keep one entry of an expert that a token names twice (trtllm-gen by a race, cutlass's large-batch prologue the first), so
+    the first one takes the sum of the weights. Compared in the given integer type: 2^32 must not wrap to expert 0.
+    """
+    elsewhere = (topk_ids < start) | (topk_ids >= stop)
+    weights = topk_weights.float()
+    if topk_ids.shape[1] > 1:
+        same = topk_ids.unsqueeze(2) == topk_ids.unsqueeze(1)
+        weights = torch.where(same, weights.unsqueeze(1), 0.0).sum(2)
+        elsewhere |= same.tril(-1).any(2)
+    return topk_ids.masked_fill(elsewhere, -1).to(torch.int32).contiguous(), weights.masked_fill(elsewhere, 0.0)
 
 
 def narrow(y: torch.Tensor, columns: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from fp4.gpu.backends._flashinfer_route import (
     Route,
     cc,
     common_moe_reasons,
-    in_range,
+    local_routing,
     narrow,
     pad_columns,
     round_up,
@@ -207,12 +207,13 @@ def routed(p: PreparedMoE, form: str | None = None, finalize: bool = True) -> Ca
     operands, quantize = _operands(p), _quantizer(p)
     hidden, _ = _sizes(p.problem)
     logical_hidden, method = p.shape[1], int(bind.enum("RoutingMethodType", "Renormalize"))
+    start = operands["local_expert_offset"]
 
     def run(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Any:
         tokens, topk = x.shape[0], topk_ids.shape[1]
         if tokens == 0 or operands["local_num_experts"] == 0:
             return x.new_zeros((tokens, logical_hidden), dtype=out_dtype)
-        ids, weights = in_range(topk_ids, topk_weights, operands["num_experts"])
+        ids, weights = local_routing(topk_ids, topk_weights, start, start + operands["local_num_experts"])
         if form == "packed":
             bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
             route: Any = (ids << 16) | bits
