@@ -14,7 +14,7 @@ from fp4 import formats
 from fp4.errors import FormatMismatch
 from fp4.formats import Format
 
-__all__ = ["EXTRAS", "GATE_UP_ORDERS", "QuantizedTensor", "refuse_extras"]
+__all__ = ["EXTRAS", "GATE_UP_ORDERS", "QuantizedTensor", "check_second_level", "refuse_extras"]
 
 #: rows of a stacked gate/up matrix: g0 u0 g1 u1 .. | all gate rows, then all up rows | all up rows, then all gate rows
 GATE_UP_ORDERS = ("interleaved", "gate_up", "up_gate")
@@ -30,11 +30,12 @@ class QuantizedTensor:
 
         codes:        u8  [..., k / codes_per_byte]   low nibble = even element along k
         scale:        u8  [..., k / block]            raw bits of format.scale, row-major, never swizzled
-        global_scale: f32 [] or [experts]             multiplier, or None (= 1)
-        input_scale:  f32 [] or [experts]             multiplier of the quantised activation, or None
+        global_scale: f32 [] or [experts]             multiplier, or None (= 1); finite, 0 only for an all-zero tensor or expert
+        input_scale:  f32 [] or [experts]             multiplier of the quantised activation, or None; finite and above 0
 
-    ``shape`` and ``axis`` describe the unquantised tensor: ``axis`` is its quantised dimension. Raises FormatMismatch
-    when a dtype or shape disagrees with the format.
+    ``shape`` and ``axis`` describe the unquantised tensor: ``axis`` is its quantised dimension. Raises FormatMismatch when a dtype or
+    shape disagrees with the format, and for a global or input scale on the CPU that is NaN, infinite or negative. On a GPU reading
+    it would be a synchronisation, so there ``prepare`` and ``prepare_moe`` look, once, and ``fp4.dequantize`` does not.
 
     ``extras`` holds what AWQ and SVD exports (ModelOpt NVFP4_AWQ, NVFP4_SVD) keep beside the codes; the layer is then
     ``y = x' value^T + (x' lora_a^T) lora_b^T`` with ``x' = x * pre_quant_scale``, and the codes alone are not its weight.
@@ -125,6 +126,8 @@ class QuantizedTensor:
             t = t.reshape(())
         if t.ndim and (experts is None or tuple(t.shape) != (experts,)):
             raise FormatMismatch(f"{where}: {name} has shape {list(t.shape)}; need [] or one value an expert, [{experts}]")
+        if _readable(t):
+            check_second_level(where, name, t)
         object.__setattr__(self, name, t)
 
     def _check_extras(self, where: str) -> None:
@@ -167,6 +170,26 @@ class QuantizedTensor:
     def __repr__(self) -> str:
         extras = f", extras={'+'.join(self.extras)}" if self.extras else ""
         return f"QuantizedTensor({self.format}, shape={list(self.shape)}{second_level(self.global_scale)}{extras}, device={self.device})"
+
+
+def _readable(t: torch.Tensor) -> bool:
+    """Values are there and cost no synchronisation: a plain tensor on the CPU, not one that a compiler traces."""
+    return t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
+def check_second_level(where: str, name: str, t: torch.Tensor) -> None:
+    """Raises FormatMismatch for a global_scale that is NaN, infinite or negative, an input_scale that is 0 as well. Reads the values."""
+    if not t.numel():
+        return
+    low, high = (float(v) for v in torch.aminmax(t.detach()))
+    if high < math.inf and (low >= 0 if name == "global_scale" else low > 0):
+        return
+    flat = t.detach().reshape(-1)
+    bad = ~(flat.isfinite() & (flat >= 0 if name == "global_scale" else flat > 0))
+    at = int(bad.nonzero()[0])
+    which = f" of expert {at}" if t.ndim else ""
+    need = "need a finite multiplier, not negative" if name == "global_scale" else "need a finite multiplier above 0"
+    raise FormatMismatch(f"{where}: {name}{which} is {float(flat[at]):g}; {need}; a calibration value is missing or was overwritten")
 
 
 def second_level(g: torch.Tensor | None) -> str:

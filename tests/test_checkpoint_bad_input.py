@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -548,12 +549,28 @@ def test_inverted_second_level(tmp_path: Path) -> None:
         ck[f"{L}mlp.up_proj.weight"]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.25])
-def test_second_level_that_is_no_multiplier(tmp_path: Path, value: float) -> None:
-    ex = cb.modelopt()
-    ex.tensors[f"{L}mlp.up_proj.weight_scale_2"] = cb.f32(value)
-    with pytest.raises(fp4.CheckpointError, match=r"up_proj\.weight_scale_2.* is (nan|inf|-0\.25)"):
-        fp4.open_checkpoint(ex.write(tmp_path)).dequantize(f"{L}mlp.up_proj.weight")
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), -0.25])
+@pytest.mark.parametrize("producer", ["modelopt", "compressed_tensors", "torchao"])
+def test_second_level_that_is_no_multiplier(tmp_path: Path, producer: str, value: float) -> None:
+    """Every way to the values refuses and names the tensor; inspect lists it and goes on."""
+    from fp4.checkpoint.convert import convert_checkpoint
+    from fp4.checkpoint.inspect import inspect
+
+    ex = getattr(cb, producer)()
+    leaf = {"modelopt": ".weight_scale_2", "compressed_tensors": ".weight_global_scale", "torchao": "._weight_per_tensor_scale"}
+    stored = f"{L}mlp.up_proj{leaf[producer]}"
+    ex.tensors[stored] = torch.full_like(ex.tensors[stored], value)
+    path = ex.write(tmp_path / "in")
+    ck = fp4.open_checkpoint(path)
+    (bad,) = [r for r in inspect(ck) if any(stored in sign for sign in r.signs)]
+    match = rf"{re.escape(stored)}.* is (nan|-inf|-0\.25); "
+    for read in (ck.dequantize, ck.__getitem__):
+        with pytest.raises(fp4.CheckpointError, match=match):
+            read(bad.name)
+    to = "modelopt" if producer == "compressed_tensors" else "compressed-tensors"
+    with pytest.raises(fp4.CheckpointError, match=match):
+        convert_checkpoint(ck, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
 
 
 def test_divisor_zero_is_infinite(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def cases() -> dict[str, Any]:
         "moe situ without bias": lambda: layer("mxfp4", 64, 64, "gate_up", situ, bias=False),
         "moe relu2, not gated": lambda: layer("mxfp4", 64, 96, None, relu2),
         "dense with a global scale": lambda: dense("mxfp4", 32, 64, bf16, 0.37),
+        "dense all zero, with a bias": lambda: dense("mxfp4", 32, 64, bf16, 0.0),
     }
     if CC != (9, 0):
         out["dense fp16 96x160"] = lambda: dense("mxfp4", 96, 160, torch.float16)

@@ -15,7 +15,7 @@ from fp4.gpu import registry
 from fp4.gpu.device import Device
 from fp4.gpu.problem import DTYPES, Problem
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights, _Logical, pack
-from fp4.tensor import QuantizedTensor, refuse_extras
+from fp4.tensor import QuantizedTensor, check_second_level, refuse_extras
 
 __all__ = ["adopt", "prepare", "prepare_moe"]
 
@@ -152,7 +152,7 @@ def prepare_moe(
         input_scale=a.input_scale is not None,
         tp=tp,
     )
-    _check_scales(where_, a, b)
+    _check_scales(where_, a, b, gate_up_scale=gate_up_scale)
     weights = Weights(w13=a, w2=b, bias13=bias13, bias2=bias2, gate_up_scale=gate_up_scale, device=where)
     prepared = _build(PreparedMoE, problem, weights, backend, where_)
     assert isinstance(prepared, PreparedMoE)
@@ -260,11 +260,19 @@ def _local(
     return w13, w2, bias13, bias2, gate_up_scale, total, None if (start, stop) == (0, total) else (start, stop)
 
 
-def _check_scales(where: str, *tensors: QuantizedTensor) -> None:
-    """Bytes must exist. Under FP4_STRICT (a device synchronisation): no NaN or negative block scales, finite global scales."""
+def _check_scales(where: str, *tensors: QuantizedTensor, gate_up_scale: torch.Tensor | None = None) -> None:
+    """Bytes must exist and second-level scales make sense (a few values, read once). Under FP4_STRICT: no NaN or negative block scale."""
     for q in tensors:
         if q.device.type == "meta":
             raise FormatMismatch(f"{where}: {q} holds no bytes; load the weight first, then prepare it")
+        of = f"{where}: {q.source['name']}" if "name" in q.source else where
+        for name in ("global_scale", "input_scale"):
+            t = getattr(q, name)
+            if t is not None and type(t) in (torch.Tensor, torch.nn.Parameter):
+                check_second_level(of, name, t)
+    if gate_up_scale is not None:
+        for part, t in zip(("gate", "up"), gate_up_scale.unbind(1), strict=True):
+            check_second_level(f"{where}: {part}", "global_scale", t)
     if not env.strict():
         return
     for q in tensors:
@@ -274,8 +282,6 @@ def _check_scales(where: str, *tensors: QuantizedTensor) -> None:
             at = tuple(int(i) for i in bad.nonzero()[0])
             what = f"block scale {list(at)} is {q.format.scale.name} byte {int(q.scale[at]):#04x}"
             raise FormatMismatch(f"{where}: {what}, NaN or negative; repair the checkpoint")
-        if q.global_scale is not None and not bool(torch.isfinite(q.global_scale).all()):
-            raise FormatMismatch(f"{where}: global_scale is not finite; a calibration value is missing")
 
 
 def _build(

@@ -374,6 +374,18 @@ def test_an_expert_named_twice_by_one_token_counts_twice(backend: str, format: s
     assert error(y, layer.reference(sees, ids=ids)) < 0.008
 
 
+@pytest.mark.parametrize(("backend", "format", "cc", "act"), [b for b in BACKENDS if b[1] == "nvfp4"])
+def test_an_all_zero_expert_gives_its_biases(backend: str, format: str, cc: tuple[int, int], act: str) -> None:
+    """A global scale of 0 (pruned experts in ModelOpt files) beside biases, a clamp and beta, which one route divides by the scales."""
+    layer = plain_layer(backend, format)
+    layer.w13.global_scale[0] = layer.w2.global_scale[2] = 0.0
+    layer.ids[0] = torch.tensor([0, 2])
+    y, _, _, prepared = run(layer, backend, cc, act=act)
+    sees = layer.nvfp4_shared if backend == "flashinfer_trtllm" else layer.nvfp4
+    assert error(y, layer.reference(sees)) < 0.008
+    assert torch.equal(prepared.restore()[1].global_scale, layer.w2.global_scale)
+
+
 @pytest.mark.parametrize(("backend", "format", "cc", "act"), BACKENDS)
 def test_restore_is_bit_exact(backend: str, format: str, cc: tuple[int, int], act: str) -> None:
     layer = plain_layer(backend, format)

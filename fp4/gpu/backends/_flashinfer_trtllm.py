@@ -38,6 +38,9 @@ _HIDDEN, _INTER = 256, 128
 _FILL = {"nvfp4": 0, "mxfp4": 127}
 _ROWS13, _ROWS2 = "gate_up_pairs >> trtllm_rows_32", "trtllm_rows_32"
 
+#: stands for the global scale 0 of an all-zero expert, by which a bias cannot be divided: products (below 2^34) vanish beside the bias
+_NOTHING = 2.0**-80
+
 #: routing method names of FlashInfer's RoutingMethodType, by what they compute
 ROUTING = {
     "softmax": "Default",
@@ -98,6 +101,7 @@ def _prepare(problem: Problem, weights: Weights, route: str) -> Packed:
             in13 = in13.amax().expand(experts)
         gate, up = scales.gate_up_scales(arrays.get("w13.global_scale"), experts, device)
         unit = {"gate": in13 * gate, "up": in13 * up, "down": in2 * scales.per_expert(w2.global_scale, experts, device)}
+        unit = {n: torch.where(t == 0, _NOTHING, t) for n, t in unit.items()}
         arrays["flashinfer.quant13"] = (1.0 / in13[:1]).contiguous() if experts else in13
         arrays["flashinfer.output1_gate"] = unit["gate"]
         arrays["flashinfer.output1"] = unit["up"] / in2

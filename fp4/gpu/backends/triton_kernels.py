@@ -172,7 +172,8 @@ class _Weight:
             per = second.reshape(-1, second.shape[1] if second.ndim == 2 else 1).expand(experts, -1)
             self.columns = per.repeat(1, n // per.shape[1]).contiguous() if order or per.shape[1] == 1 else per
         elif second is not None:
-            self.alpha = float(second)
+            # 0 is an all-zero tensor: the bias cannot be divided by it, and products (below 2^40) vanish beside 2^-80
+            self.alpha = float(second) or 2.0**-80
         self._precision: dict[torch.dtype, Any] = {}
 
     def precision(self, out_dtype: torch.dtype) -> Any:
