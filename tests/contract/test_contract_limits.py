@@ -44,7 +44,7 @@ def test_an_expert_that_calibration_never_reached(value: float) -> None:
     pretend.flashinfer()
     layer = Layer("nvfp4", activation=GPT_OSS)
     layer.w2.input_scale[3] = value
-    with pytest.raises(fp4.FormatMismatch, match=r"input_scale of w2 is .* for expert 3"):
+    with pytest.raises(fp4.FormatMismatch, match=r"input_scale of expert 3 is (0|inf); need a finite multiplier above 0"):
         layer.prepare("flashinfer_cutlass", Device.fake(SM100))
 
 
