@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fp4.errors import LayoutError
 
-__all__ = ["DIMS", "Axis", "Digit", "WordProgram", "canonical", "digits", "parse", "word_program"]
+__all__ = ["DIMS", "HALVES", "Axis", "Digit", "WordProgram", "canonical", "digits", "parse", "word_program"]
 
 _TOKEN = re.compile(r"([A-Za-z_]+)([0-9]*)\Z")
 _GROUP = re.compile(r"\(([^()]*)\)|([^\s()]+)")
@@ -120,7 +120,7 @@ def digits(axes: Sequence[Axis], order: Sequence[int]) -> tuple[Digit, ...]:
 
 
 #: delta swaps (shift, mask) that bring the even nibbles of a 32-bit word into its low half and the odd ones into its high half
-_HALVES = ((4, 0x00F000F0), (8, 0x0000FF00))
+HALVES = ((4, 0x00F000F0), (8, 0x0000FF00))
 
 
 class WordProgram(NamedTuple):
@@ -146,10 +146,10 @@ def word_program(word: Sequence[int], inverse: bool = False) -> WordProgram:
     """Operations for ``out bit j = in bit word[j]``, or for the inverse, by the shorter of two ways."""
     table = [list(word).index(j) for j in range(32)] if inverse else list(word)
     direct = WordProgram((), _pairs(table), ())
-    # where bit i of a word lies after _HALVES: nibble n of eight goes to n // 2, odd ones 4 further
+    # where bit i of a word lies after HALVES: nibble n of eight goes to n // 2, odd ones 4 further
     sorted_at = [((n % 2) * 4 + n // 2) * 4 + b for n in range(8) for b in range(4)]
     if inverse:
-        halves = WordProgram((), _pairs([table[sorted_at.index(j)] for j in range(32)]), _HALVES[::-1])
+        halves = WordProgram((), _pairs([table[sorted_at.index(j)] for j in range(32)]), HALVES[::-1])
     else:
-        halves = WordProgram(_HALVES, _pairs([sorted_at[j] for j in table]), ())
+        halves = WordProgram(HALVES, _pairs([sorted_at[j] for j in table]), ())
     return halves if len(halves.pairs) + 4 < len(direct.pairs) else direct

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fp4.errors import LayoutError
-from fp4.gpu.kernels.permute_plan import RANK, plan, whole_rows
+from fp4.gpu.kernels.permute_plan import RANK, plan, whole_rows, words
 from fp4.layout import Layout
 
 __all__ = ["Launch", "apply", "arguments", "can", "invert"]
@@ -91,10 +91,34 @@ def _swap_bits(w, SWAPS: tl.constexpr):
 
 
 @triton.jit
+def _exchange_pair(a, b, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    return (a & MASK) | ((b << SHIFT) & ~MASK), ((a >> SHIFT) & MASK) | (b & ~MASK)
+
+
+@triton.jit
+def _exchange(x, STEPS: tl.constexpr, AXES: tl.constexpr, BACK: tl.constexpr, N: tl.constexpr):
+    """Words [N, 2 * 2 ..] with AXES axes of two, which change places with index bits inside the words. All of them lie in one thread.
+
+    A step is (axis, shift, mask): a word keeps its units under the mask and takes the others of its partner on that axis.
+    """
+    for axis in tl.static_range(AXES):  # the last one first; each becomes the first of all, so that in the end the order is the old one
+        a, b = tl.split(tl.reshape(x, (N, 2 ** (AXES - 1), 2)))
+        for i in tl.static_range(len(STEPS)):
+            if BACK:
+                if STEPS[len(STEPS) - 1 - i][0] == AXES - 1 - axis:
+                    a, b = _exchange_pair(a, b, STEPS[len(STEPS) - 1 - i][1], STEPS[len(STEPS) - 1 - i][2])
+            else:
+                if STEPS[i][0] == AXES - 1 - axis:
+                    a, b = _exchange_pair(a, b, STEPS[i][1], STEPS[i][2])
+        x = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, 2**AXES))
+    return x
+
+
+@triton.jit
 def _map_bits(w, BEFORE: tl.constexpr, PAIRS: tl.constexpr, AFTER: tl.constexpr):
     """``fp4.layout_spec.WordProgram`` on int32 words."""
     w = _swap_bits(w, BEFORE)
-    out = w & 0
+    out = w & 0 if len(PAIRS) else w
     for i in tl.static_range(len(PAIRS)):
         if PAIRS[i][0] >= 0:
             out = out | ((w >> PAIRS[i][0]) & PAIRS[i][1])
@@ -122,6 +146,11 @@ def _permute_kernel(
     CHUNK_R: tl.constexpr,
     CHUNK_C: tl.constexpr,
     LOGICAL: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    EXCHANGED: tl.constexpr,
+    GATHER: tl.constexpr,
+    GATHERED: tl.constexpr,
+    UNGATHER: tl.constexpr,
     PERM: tl.constexpr,
     STORED_TILE: tl.constexpr,
     UNPERM: tl.constexpr,
@@ -177,13 +206,17 @@ def _permute_kernel(
 
     if INVERT:
         y = tl.load(s_ptr, mask=s_mask, other=0)
-        y = _map_bits(y, BEFORE, PAIRS, AFTER) if len(PAIRS) else y
+        y = _map_bits(y, BEFORE, PAIRS, AFTER)
         if GROUP >= 4:
             half = tl.join(y & 0xFFFF, (y >> 16) & 0xFFFF)
             y = tl.join(half & 0xFF, half >> 8).to(tl.int8)
         if NIBBLE:
             y = tl.join(y & 15, (y >> 4) & 15)
         x = _permute_axes(tl.reshape(y, STORED_TILE), UNPERM)
+        if len(EXCHANGE):
+            x = tl.reshape(x, ((TR * TC) // (2**EXCHANGED), 2**EXCHANGED))
+            x = _exchange(x, EXCHANGE, EXCHANGED, True, (TR * TC) // (2**EXCHANGED))
+            x = _permute_axes(tl.reshape(x, GATHERED), UNGATHER)
         if NIBBLE:
             low, high = tl.split(tl.reshape(x, (TR, TB, 2)))
             x = low | (high << 4)
@@ -192,7 +225,11 @@ def _permute_kernel(
         x = tl.load(p_ptr, mask=p_mask, other=FILL)
         if NIBBLE:
             x = tl.join(x & 15, (x >> 4) & 15)
-        y = _permute_axes(tl.reshape(x, LOGICAL), PERM)
+        x = tl.reshape(x, LOGICAL)
+        if len(EXCHANGE):
+            x = tl.reshape(_permute_axes(x, GATHER), ((TR * TC) // (2**EXCHANGED), 2**EXCHANGED))
+            x = tl.reshape(_exchange(x, EXCHANGE, EXCHANGED, False, (TR * TC) // (2**EXCHANGED)), GATHERED)
+        y = _permute_axes(x, PERM)
         if NIBBLE:
             low, high = tl.split(tl.reshape(y, ((TR * TC) // RUN, RUN // 2, 2)))
             y = low | (high << 4)
@@ -200,7 +237,7 @@ def _permute_kernel(
             low, high = tl.split(tl.reshape(y.to(tl.int32) & 0xFF, ((TR * TC) // RUN, RUN // GROUP, 2, 2)))
             low, high = tl.split(low | (high << 8))
             y = low | (high << 16)
-        y = _map_bits(y, BEFORE, PAIRS, AFTER) if len(PAIRS) else y
+        y = _map_bits(y, BEFORE, PAIRS, AFTER)
         tl.store(s_ptr, tl.reshape(y, ((TR * TC) // RUN, RUN // GROUP)), mask=s_mask)
 
 
@@ -231,12 +268,14 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
     """Launch for a byte shape [..., rows, columns] whose pointers are multiples of ``align`` bytes."""
     g = layout.geometry(shape)
     columns, padded = shape[-1], g.pcols // layout.units_per_byte
-    align = _gcd16(align, columns, padded if whole_rows(layout) else 0)  # rows kept whole in storage must be aligned there too
+    split = words(layout)
+    # rows kept whole in storage must be aligned there too, and whole words may not reach over the end of a row
+    align = _gcd16(align, columns, padded if whole_rows(layout) or (split is not None and split.split_cols > 1) else 0)
     p = plan(layout, align, tile_bytes)
     if p is None:
         raise AssertionError(f"permute kernel: no plan for {layout}; callers ask can() first")
     element = p.item * p.group >> p.nibble
-    ro, co = g.free[0], g.free[1] // (p.item if p.whole_rows else 1)
+    ro, co = g.free[0], g.free[1] // (p.item if p.whole_rows else p.split_cols)
     vec_c = max(align // p.item, 1)
     # row extents inside the stride of a short run decide how wide a store may be
     short = any(s[4] and s[3] * p.item * 8 // (8 << p.nibble) < 16 for s in p.store)
@@ -252,7 +291,13 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
         tail *= p.store[n_out][1]
     program = layout.word_program(inverse)
     fill_up = tuple(range(len(p.logical), RANK))
-    perm, logical = p.perm + fill_up, p.logical + (1,) * len(fill_up)
+    logical = p.logical + (1,) * len(fill_up)
+    gather = fill_up + p.gather  # axes of one item first: those that are exchanged stay last
+    gathered = tuple(logical[i] for i in gather)
+    perm = tuple(gather.index(i) for i in p.perm + fill_up) if p.exchange else p.perm + fill_up
+    before, after = p.inside + (() if p.halves else program.before), program.after
+    if inverse:
+        before, after = program.before, (() if p.halves else program.after) + p.inside[::-1]
     constants: dict[str, object] = {
         "FILL": int.from_bytes(bytes([layout.fill]) * p.item, "little", signed=True),
         "ROWS": p.rows,
@@ -262,8 +307,13 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
         "CHUNK_R": p.chunk_rows,
         "CHUNK_C": p.chunk_cols,
         "LOGICAL": logical,
+        "EXCHANGE": p.exchange,
+        "EXCHANGED": p.exchanged,
+        "GATHER": gather,
+        "GATHERED": gathered,
+        "UNGATHER": tuple(gather.index(i) for i in range(RANK)),
         "PERM": perm,
-        "STORED_TILE": tuple(logical[i] for i in perm),
+        "STORED_TILE": tuple((gathered if p.exchange else logical)[i] for i in perm),
         "UNPERM": tuple(perm.index(i) for i in range(RANK)),
         "STORE": p.store,
         "N_OUT": n_out,
@@ -271,9 +321,9 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
         "GROUP": p.group,
         "PLACE_C": p.place_cols,
         "NIBBLE": p.nibble,
-        "BEFORE": program.before,
+        "BEFORE": before,
         "PAIRS": program.pairs,
-        "AFTER": program.after,
+        "AFTER": after,
         "VEC_C": vec_c,
         "VEC_R": vec_r,
         "VEC_CO": vec_co,
