@@ -101,6 +101,7 @@ class Case:
     hardware: bool = False
     tile: int | None = None
     warps: int = 4
+    split: int = 1
 
 
 def cases(names: list[str]) -> list[Case]:
@@ -118,13 +119,14 @@ def cases(names: list[str]) -> list[Case]:
 
 
 def variants(case: Case) -> list[Case]:
-    """The same work with other warps and one, two or four blocks (or 16-byte groups) a thread."""
+    """The same work with other warps, with one, two or four threads a block, and with two blocks a thread."""
     if case.op == "dequantize":
         return [replace(case, tile=t, warps=w) for t in (2048, 4096, 8192) for w in (2, 4, 8)]
     if not case.op.startswith("quantize") or case.op.endswith("amax"):
         return []
     block = formats.get(case.format).block
-    return [replace(case, tile=32 * w * block * each, warps=w) for w in (1, 2, 4, 8, 16) for each in (1, 2)]
+    shared = [replace(case, split=s, warps=w) for s in ((1, 2) if block == 16 else (1, 2, 4)) for w in (2, 4, 8) if (s, w) != (1, 4)]
+    return [*shared, replace(case, tile=32 * 4 * block * 2)]
 
 
 def launches(case: Case, xs: list[torch.Tensor]) -> tuple[list[Callable[[], object]], int]:
@@ -139,7 +141,7 @@ def launches(case: Case, xs: list[torch.Tensor]) -> tuple[list[Callable[[], obje
     elements = xs[0].numel()
     both = elements * 2 + elements // fmt.codes_per_byte + elements // fmt.block
     how: dict[str, Any] = {"fmt": fmt, "tile": case.tile, "num_warps": case.warps}
-    pack = partial(golden.quantize_blocks, recipe=recipe, global_scale=g, encode_scale=gs, **how)
+    pack = partial(golden.quantize_blocks, recipe=recipe, global_scale=g, encode_scale=gs, split=case.split, **how)
     if case.op == "quantize":
         return [partial(pack, x) for x in xs], both
     if case.op == "quantize to sf_128x4":
@@ -293,7 +295,7 @@ def main() -> None:
             print(f"checked: {r['compared']:,} bytes and values equal to the CPU's")
             continue
         size = f"{r['seconds']:.2f} s, copy {r['copy_seconds']:.3f} s" if a.part == "cpu" else f"{r['us']:.1f} us, {r['gb_s']:.0f} GB/s"
-        extra = f" tile {r['tile']} warps {r['warps']}" if r.get("tile") else ""
+        extra = f" tile {r['tile']} warps {r['warps']} split {r['split']}" if "warps" in r else ""
         extra += " hardware_e4m3" if r.get("hardware") else ""
         print(
             f"{r['op']:24s} {r['format']:10s} ratio {r['ratio']:.2f} (limit {r['limit']}) {'ok' if better(r) else 'MISSED'}  {size}{extra}"

@@ -71,6 +71,7 @@ def quantize_blocks(
     num_warps: int = 4,
     activation: Activation | None = None,
     up: torch.Tensor | None = None,
+    split: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``quantize.quantize_blocks``, by Triton; with ``activation`` of ``activation(x, up)``, rounded to x's dtype, in the same pass.
 
@@ -83,7 +84,7 @@ def quantize_blocks(
            in its storage order, padding filled with its fill byte
 
     With ``recipe.nan`` or ``inf`` = "error" the check reads x on the host side once (a synchronisation). Layouts with a word table or
-    nibble units raise LayoutError: their scales go through ``Layout.apply``.
+    nibble units raise LayoutError: their scales go through ``Layout.apply``. ``split``: threads that share a block of bf16 pairs.
     """
     _same_device("quantize", x, global_scale=global_scale, encode_scale=encode_scale, up=up)
     rows, s_mat, s_row, s_k = strides(x)
@@ -108,7 +109,7 @@ def quantize_blocks(
     wide = reach >= WIDE_FROM - (tile or TILE_INTERPRETED)
     pairs = act < 0 and chosen["PAIRS"] and s_k == 1 and (s_row | s_mat) % 2 == 0 and rows.data_ptr() % 4 == 0
     if tile is None and pairs and not interpreted():
-        size = 32 * num_warps * fmt.block
+        size = 32 * num_warps * fmt.block // split
     else:
         size = tile or (TILE_INTERPRETED if interpreted() else TILE)
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
@@ -118,7 +119,7 @@ def quantize_blocks(
         codes.view(torch.int32) if pairs else codes, scale, g, gs, rcp_approx_table(x.device) if approx else one, *params,
         blocks, blocks_row, rows_mat, *divider(blocks_row), *divider(rows_mat), s_mat, s_row, s_k, *free, bytes_mat,
         CONVERT=HARDWARE_E4M3 and pairs and fmt.codes_per_byte == 1 and _has_e4m3(x.device), ONE=mats == 1,
-        N=n, FLAT=flat, WIDE=wide, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
+        SPLIT=split if pairs else 1, N=n, FLAT=flat, WIDE=wide, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
         ACT=act, ACT_ROUND=_ROUND[x.dtype], **(chosen | {"PAIRS": pairs}),
     )  # fmt: skip
     return codes, scale

@@ -241,7 +241,7 @@ def _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE
 def quantize_kernel(
     x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
     blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
-    PAIRS: tl.constexpr, CONVERT: tl.constexpr, ONE: tl.constexpr,
+    PAIRS: tl.constexpr, SPLIT: tl.constexpr, CONVERT: tl.constexpr, ONE: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
     DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
     EMAX: tl.constexpr, SCALE: tl.constexpr,
@@ -253,22 +253,29 @@ def quantize_kernel(
     ACT: tl.constexpr, ACT_ROUND: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
-    b = first + tl.arange(0, N)
+    part = first * SPLIT + tl.arange(0, N * SPLIT)  # of a block: what a thread holds
+    b = part // SPLIT
     live = b < blocks
     mat, row, col = _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
     if FLAT:
-        start = b * BLOCK
+        start = part * (BLOCK // SPLIT)
     else:
-        start = mat.to(b.dtype) * s_mat + row.to(b.dtype) * s_row + col.to(b.dtype) * (s_k * BLOCK)
+        start = mat.to(b.dtype) * s_mat + row.to(b.dtype) * s_row + col.to(b.dtype) * (s_k * BLOCK) + (part % SPLIT) * (BLOCK // SPLIT)
+    QUADS: tl.constexpr = BLOCK // SPLIT // 8  # of words
     if PAIRS:  # a thread holds a whole block, so nothing moves between threads
         p = x_ptr + (start // 2)[:, None] + tl.arange(0, 4)[None, :]
         w0 = tl.load(p, mask=live[:, None], other=0)
-        w1 = tl.load(p + 4, mask=live[:, None], other=0)
-        top = tl.maximum(top_of_pairs(w0, NAN, FLUSH), top_of_pairs(w1, NAN, FLUSH))
-        if BLOCK == 32:
+        top = top_of_pairs(w0, NAN, FLUSH)
+        if QUADS > 1:
+            w1 = tl.load(p + 4, mask=live[:, None], other=0)
+            top = tl.maximum(top, top_of_pairs(w1, NAN, FLUSH))
+        if QUADS > 2:
             w2 = tl.load(p + 8, mask=live[:, None], other=0)
             w3 = tl.load(p + 12, mask=live[:, None], other=0)
             top = tl.maximum(top, tl.maximum(top_of_pairs(w2, NAN, FLUSH), top_of_pairs(w3, NAN, FLUSH)))
+        if SPLIT > 1:
+            of_block = tl.max(tl.reshape(top, [N, SPLIT]), 1)
+            top = tl.reshape(tl.broadcast_to(of_block[:, None], [N, SPLIT]), [N * SPLIT])
     else:
         e = tl.arange(0, BLOCK)
         step = e if FLAT else e * s_k
@@ -317,26 +324,32 @@ def quantize_kernel(
     DIVIDE: tl.constexpr = (SCALE != 2) and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3))
     if PAIRS:
         if PACK:
-            q = codes_ptr + (b * (BLOCK // 8))[:, None]
+            q = codes_ptr + (part * QUADS)[:, None]
             c0 = pack8_e2m1(w0, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-            c1 = pack8_e2m1(w1, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-            if BLOCK == 32:
-                c2 = pack8_e2m1(w2, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-                c3 = pack8_e2m1(w3, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
+            if QUADS == 1:
+                tl.store(q, c0[:, None], mask=live[:, None])
             else:
-                tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
+                c1 = pack8_e2m1(w1, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+                if QUADS == 2:
+                    tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
+                else:
+                    c2 = pack8_e2m1(w2, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+                    c3 = pack8_e2m1(w3, factor, ZERO_SIGN, NAN_CODE, FLUSH)
+                    tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
         else:
-            q = codes_ptr + (b * (BLOCK // 4))[:, None]
+            q = codes_ptr + (part * (2 * QUADS))[:, None]
             c0, c1 = pack8_e4m3(w0, factor, CONVERT)
-            c2, c3 = pack8_e4m3(w1, factor, CONVERT)
-            if BLOCK == 32:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
-                c4, c5 = pack8_e4m3(w2, factor, CONVERT)
-                c6, c7 = pack8_e4m3(w3, factor, CONVERT)
-                words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N, 8])
-                tl.store(q + tl.arange(0, 8)[None, :], words, mask=live[:, None])
+            if QUADS == 1:
+                tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
             else:
-                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
+                c2, c3 = pack8_e4m3(w1, factor, CONVERT)
+                if QUADS == 2:
+                    tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
+                else:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
+                    c4, c5 = pack8_e4m3(w2, factor, CONVERT)
+                    c6, c7 = pack8_e4m3(w3, factor, CONVERT)
+                    words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N * SPLIT, 8])
+                    tl.store(q + tl.arange(0, 8)[None, :], words, mask=live[:, None])
     else:
         y = _scaled(x, factor, DIVIDE)
         if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
@@ -366,7 +379,7 @@ def quantize_kernel(
     else:  # unsigned: divisions by powers of two are single shifts
         at = layout_offset(row, col, RO.to(tl.uint32), CO.to(tl.uint32), DIGITS)
         at = at if ONE else at + mat * bytes_mat.to(tl.uint32)
-    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=live)
+    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=live & (part % SPLIT == 0))
 
 
 @triton.jit(do_not_specialize=["groups", "groups_mat"])
