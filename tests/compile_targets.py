@@ -119,7 +119,7 @@ def dequantize(fmt: Any) -> Any:
 
 
 def permuted(name: str, inverse: bool = False) -> Any:
-    layout, shape = layouts.get(name), (256, 256)
+    layout, shape = layouts.get(name), (256, 512)
     if inverse:
         return launched(lambda: permute.invert(layout, torch.zeros(layout.nbytes(shape), dtype=torch.uint8), shape))
     return launched(lambda: permute.apply(layout, torch.zeros(shape, dtype=torch.uint8)))
@@ -143,6 +143,9 @@ CASES: dict[str, Any] = {
     "permute sf_128x4": lambda: permuted("sf_128x4"),
     "permute hopper_value_v3": lambda: permuted("hopper_value_v3"),
     "permute back sf_128x4": lambda: permuted("sf_128x4", inverse=True),
+    "permute back hopper_value_v3": lambda: permuted("hopper_value_v3", inverse=True),
+    "permute marlin_w": lambda: permuted("marlin_w"),
+    "permute back cpu_amx_w": lambda: permuted("cpu_amx_w", inverse=True),
     "plain dense bf16 nvfp4": lambda: product("*bf16", "e4m3", 16, False, triton.language.bfloat16),
     "plain grouped bf16 mxfp4": lambda: product("*bf16", "ue8m0", 32, True, triton.language.bfloat16),
     "plain dense fp32 amdfp4": lambda: product("*fp32", "ue5m3", 16, False, triton.language.float32),
@@ -155,7 +158,7 @@ for name, build in CASES.items():
         kernel = build()
         ptx = kernel.asm["ptx"]
         found = {"cubin": len(kernel.asm["cubin"]), "words": [w for w in WORDS if w in ptx], "shared": kernel.metadata.shared}
-        if ARCH == 90 and name.startswith("quantize"):
+        if ARCH == 90 and name.startswith(("quantize", "permute")):
             found["instructions"] = straight_length(disassemble(kernel.asm["cubin"]))
     except Exception as e:
         found = {"error": f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"}

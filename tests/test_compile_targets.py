@@ -66,3 +66,20 @@ def test_quantiser_stays_short(kernel: str, block: int, limit: float) -> None:
     found = compiled(90)[kernel]
     assert int(str(found["instructions"])) / block <= limit, found
     assert found["shared"] == (4096 if "mxfp8" in kernel else 0)
+
+
+#: instructions a byte of one thread, which moves 64 bytes (128 for sf_128x4). Moving bytes and nibbles one by one took 8.5 (marlin_w),
+#: 10.8 (cpu_amx_w back) and 11.6 (hopper_value_v3 back, whose word map alone takes 4).
+@pytest.mark.parametrize(
+    ("kernel", "limit"),
+    [
+        ("permute sf_128x4", 284 / 128),
+        ("permute marlin_w", 6.0),
+        ("permute back cpu_amx_w", 5.5),
+        ("permute hopper_value_v3", 9.25),
+        ("permute back hopper_value_v3", 9.5),
+    ],
+)
+def test_permute_stays_short(kernel: str, limit: float) -> None:
+    found = compiled(90)[kernel]
+    assert int(str(found["instructions"])) / (128 if "sf_" in kernel else 64) <= limit + 0.02, found

@@ -51,6 +51,26 @@ def test_kernel_writes_the_same_bytes(layout: Layout) -> None:
         assert_same_bytes(permute.invert(layout, got, shape), x)
 
 
+@pytest.mark.parametrize(
+    "name", ["marlin_w", "marlin_w_a8", "cpu_amx_w", "sm90_mixed_fp4_a", "frag_w", "hopper_value_v3", "marlin_sf_single", "hopper_sf"]
+)
+def test_rows_of_whole_words_are_moved_as_words(name: str) -> None:
+    """Index bits change places between 32-bit words; rows or pointers that are not whole words go byte by byte, to the same bytes."""
+    layout = fp4.layouts[name]
+    rows, columns = sample_shape(layout, 2 * layout.multiple[0], 4 * layout.multiple[1])
+    x = torch.from_numpy(counter_bytes((rows, columns)))
+    want = layout._apply(x, layout.geometry(x.shape))
+    for align in (16, 1):
+        for inverse in (False, True):
+            c = permute.arguments(layout, (rows, columns), align, inverse)
+            assert bool(c.constants["EXCHANGED"]) == (align == 16), (name, align)
+            pair = (torch.zeros_like(x), want.clone()) if inverse else (x.clone(), torch.zeros_like(want))
+            on = [t.to(DEVICE) for t in pair]
+            views = [t.view(dtype) for t, dtype in zip(on, c.views, strict=True)]
+            permute._permute_kernel[(c.programs,)](*views, *c.numbers, **c.constants, num_warps=permute.WARPS)
+            assert_same_bytes(on[0 if inverse else 1], x if inverse else want)
+
+
 def test_only_axes_of_three_are_left_to_torch() -> None:
     assert [layout.spec for layout in LAYOUTS if not permute.can(layout)] == ["(mo m4 m32) (ko k3) -> mo ko m32 m4 k3"]
 
