@@ -405,6 +405,22 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
     refused(folder, r"shard model-00002-of-00003\.safetensors is missing")
 
 
+def test_one_tensor_in_two_indexed_shards(tmp_path: Path) -> None:
+    """The index says which: a second copy is passed over when it is equal, and an error when it is not."""
+    one, two = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    cb.save(tmp_path / one, {"a": torch.arange(4.0), "b": torch.zeros(2)})
+    cb.save(tmp_path / two, {"a": torch.arange(4.0), "c": torch.zeros(2)})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": two, "b": one, "c": two}}))
+    (tmp_path / "config.json").write_text("{}")
+    with fp4.open_checkpoint(tmp_path) as ck:
+        assert ck.names() == ["a", "b", "c"]
+        assert ck.store.where["a"].path.name == two
+        assert any("in two shards with equal contents, read from the one that the index names: a" in w for w in ck.warnings)
+    for other in (torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.arange(5.0), torch.arange(4.0).to(torch.float16)):
+        cb.save(tmp_path / one, {"a": other, "b": torch.zeros(2)})
+        refused(tmp_path, r"'a' is in model-00002-of-00002\.safetensors, as the index says, and with other contents in model-00001")
+
+
 def test_one_tensor_in_two_shards(tmp_path: Path) -> None:
     for i in (1, 2):
         cb.save(tmp_path / f"model-0000{i}-of-00002.safetensors", {"a": torch.zeros(1)})

@@ -530,6 +530,132 @@ def test_i_deepseek_nvfp4(tmp_path: Path, algo: str | None) -> None:
     check(ex.write(tmp_path), ex, "deepseek")
 
 
+def deepseek_v4_nvfp4() -> cb.Example:
+    """As ModelOpt writes them: the experts of the layers in NVFP4, those of the prediction layer as they were."""
+    ex = cb.deepseek()
+    for e in range(2):
+        for i, name in enumerate(("w1", "w2", "w3")):
+            m, draft = f"layers.0.ffn.experts.{e}.{name}", f"mtp.0.ffn.experts.{e}.{name}"
+            ex.tensors[f"{draft}.weight"], ex.tensors[f"{draft}.scale"] = ex.tensors[f"{m}.weight"], ex.tensors.pop(f"{m}.scale")
+            ex.want[f"{draft}.weight"] = ex.want[f"{m}.weight"]
+            cb.add_nvfp4(ex, m, 64, 64, 0.5, 0.25, seed=3 * e + i)
+    ex.config["quantization_config"]["moe_quant_algo"] = "NVFP4"
+    layers = {n.removesuffix(".weight_scale"): {"quant_algo": "NVFP4", "group_size": 16} for n in ex.tensors if n.endswith(".weight_scale")}
+    exclude = ["*.attn.*", "*.ffn.shared_experts.*", "*.ffn.gate.*", "embed.weight", "*.hc_*"]
+    ex.nested = {
+        "producer": {"name": "modelopt", "version": "dsv4-nvfp4-experts"},
+        "quantization": {
+            "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "group_size": 16, "quantized_layers": layers,
+            "exclude_modules": exclude,
+        },
+    }  # fmt: skip
+    return ex
+
+
+def test_i_deepseek_v4_with_modelopts_list(tmp_path: Path) -> None:
+    """hf_quant_config.json beside config.json's FP8 block is no leftover: it lists the experts that are NVFP4."""
+    ex = deepseek_v4_nvfp4()
+    ck = check(ex.write(tmp_path / "a"), ex, "deepseek")
+    assert {ck.record(f"{p}.0.ffn.experts.1.w2.weight").format.name for p in ("layers", "mtp")} == {"nvfp4", "mxfp4"}
+    # newer files repeat the list in config.json, by containers and with the draft's experts excluded by name
+    quant = ex.config["quantization_config"]
+    quant |= {"quant_algo": "MIXED_PRECISION", "group_size": 16, "ignore": ["*.attn.*", "head", "mtp.*"], "kv_cache_quant_algo": None}
+    quant["quantized_layers"] = {"layers.0.ffn.experts": {"group_size": 16, "quant_algo": "NVFP4"}}
+    quant["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}}
+    quant["producer"] = {"name": "modelopt"}
+    check(ex.write(tmp_path / "b"), ex, "deepseek")
+    nested, ex.nested = ex.nested, None
+    check(ex.write(tmp_path / "c"), ex, "deepseek")
+    for key in ("quant_algo", "quantized_layers", "ignore", "config_groups"):
+        quant.pop(key)
+    with pytest.raises(fp4.CheckpointError, match=r"layers|mtp"):  # moe_quant_algo alone means all experts, and the draft's are not
+        fp4.open_checkpoint(ex.write(tmp_path / "d"))
+    ex.nested = {"quantization": {**nested["quantization"], "moe_quant_algo": "NVFP4"}}
+    quant.pop("moe_quant_algo")
+    check(ex.write(tmp_path / "e"), ex, "deepseek")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"quant_algo": "NVFP4"}, None),
+        ({"quant_algo": "FP8"}, None),  # of what is not listed
+        ({"moe_quant_algo": "MXFP4"}, "moe_quant_algo contradicts"),
+        ({"group_size": 32}, "group_size contradicts"),
+        (
+            {"quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "MXFP4"}}},
+            r"quantized_layers contradicts for layers\.0\.ffn\.experts\.0",
+        ),
+    ],
+)
+def test_i_deepseek_v4_real_contradictions(tmp_path: Path, change: dict[str, Any], match: str | None) -> None:
+    ex = deepseek_v4_nvfp4()
+    assert ex.nested is not None
+    listed = ex.nested["quantization"]
+    ex.config["quantization_config"] |= {"group_size": 16, "quantized_layers": listed["quantized_layers"]}
+    ex.nested["quantization"] = {**listed, **change}
+    if match is None:
+        check(ex.write(tmp_path), ex, "deepseek")
+        return
+    with pytest.raises(fp4.CheckpointError, match=match):
+        fp4.open_checkpoint(ex.write(tmp_path))
+
+
+def test_i_deepseek_v4_one_algorithm_for_all(tmp_path: Path) -> None:
+    ex = deepseek_v4_nvfp4()
+    for name in [n for n in ex.tensors if n.startswith("mtp.")]:
+        ex.tensors.pop(name), ex.want.pop(name, None)
+    ex.nested = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["*.attn.*"]}}
+    check(ex.write(tmp_path / "a"), ex, "deepseek")
+    ex.nested["quantization"]["quant_algo"] = "W4A16_NVFP4"
+    with pytest.raises(fp4.CheckpointError, match=r"quant_algo contradicts: .* says 'W4A16_NVFP4', .* moe_quant_algo 'NVFP4'"):
+        fp4.open_checkpoint(ex.write(tmp_path / "b"))
+
+
+def deepseek_v3_nvfp4() -> cb.Example:
+    """nvidia/DeepSeek-V3-0324-FP4: hf_quant_config.json is right, config.json still holds the FP8 block of the source (sglang#7593)."""
+    ex = cb.moe()
+    ex.config = cb.model_config(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
+    ex.config["num_hidden_layers"] = 1
+    for name in [n for n in ex.tensors if "self_attn" in n]:
+        ex.tensors.pop(name), ex.want.pop(name, None)
+    for name in ("self_attn.kv_b_proj", "self_attn.q_a_proj", "mlp.gate"):
+        ex.tensors[f"{L}{name}.weight"] = cb.floats(32, 64)
+    ex.tensors["model.layers.1.self_attn.o_proj.weight"] = cb.floats(32, 64)  # the prediction layer, in BF16
+    ex.nested = cb.nested_config(exclude=["lm_head", f"{L}self_attn*", "model.layers.1*", f"{L}mlp.gate"], kv_cache_quant_algo="FP8")
+    return ex
+
+
+def test_a_deepseek_v3_with_its_sources_fp8_block(tmp_path: Path) -> None:
+    ex = deepseek_v3_nvfp4()
+    folder = ex.write(tmp_path / "a", shards=2)
+    index = folder / "model.safetensors.index.json"  # ModelOpt's script rewrites the shards, adds no scale to the index
+    listed = json.loads(index.read_text())
+    listed["weight_map"] = {n: f for n, f in listed["weight_map"].items() if not n.endswith(("_scale", "_scale_2"))}
+    index.write_text(json.dumps(listed))
+    ck = check(folder, ex, "modelopt")
+    assert any("no cache scale; latent attention" in w for w in ck.warnings)
+    assert any("36 scales of listed weights are in the shards and not in the index" in w for w in ck.warnings)
+    assert any("left over from the model that was quantised" in w for w in ck.warnings)
+    ex.tensors["model.layers.1.mlp.up_proj.weight"] = cb.fp8_weight(128, 128)
+    ex.tensors["model.layers.1.mlp.up_proj.weight_scale_inv"] = cb.f32(0.5, (1, 1))
+    with pytest.raises(fp4.CheckpointError, match=r"quant_method 'fp8', hf_quant_config\.json is ModelOpt's"):  # it speaks of that tensor
+        fp4.open_checkpoint(ex.write(tmp_path / "b"))
+
+
+def test_a_lists_that_differ_about_nothing_quantised(tmp_path: Path) -> None:
+    """The nested list of older exports is short ("lm_head" alone), prefixes differ; only a quantised module makes it a contradiction."""
+    ex = cb.modelopt()
+    ex.tensors[f"{L}mlp.router.weight"] = cb.floats(4, 64)
+    ex.nested = cb.nested_config(exclude=["lm_head"])
+    ex.config = cb.flat_config(ignore=["lm_head", "language_model.model.layers.0.mlp.router", "model.embed_tokens"])
+    ck = check(ex.write(tmp_path / "a"), ex, "modelopt")
+    assert any("about no tensor that is quantised" in n for n in ck.notes)
+    ex.config = cb.flat_config(ignore=["lm_head", f"{L}mlp.up_proj"])
+    with pytest.raises(fp4.CheckpointError, match=r"exclude_modules contradicts for model\.layers\.0\.mlp\.up_proj: "):
+        fp4.open_checkpoint(ex.write(tmp_path / "b"))
+
+
 def test_j_kimi(tmp_path: Path) -> None:
     ex = cb.kimi()
     ck = check(ex.write(tmp_path), ex, "compressed-tensors")

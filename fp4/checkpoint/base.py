@@ -330,7 +330,7 @@ def _make(path: str | os.PathLike[str], dialects: Iterable[Dialect], options: Op
             if reason is None:
                 continue
             plan = Plan(store, config, options)
-            if config.nested and dialect.name != "modelopt":
+            if config.nested and dialect.name != "modelopt" and not config.fp8_with_fp4_experts:
                 plan.disagree(f"hf_quant_config.json is ModelOpt's, but {reason}; need one of them: remove the leftover")
             collect_kv(plan)
             dialect.plan(plan)

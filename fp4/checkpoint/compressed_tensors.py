@@ -9,7 +9,7 @@ from fp4.checkpoint.config import Config, check_keys, listed, mapping
 from fp4.checkpoint.index import Store
 from fp4.checkpoint.kv import KVConfig
 from fp4.checkpoint.linear import Leaves, build
-from fp4.checkpoint.modelopt import kv_scheme
+from fp4.checkpoint.modelopt_config import kv_scheme
 from fp4.checkpoint.patterns import match_regex_or_exact
 from fp4.checkpoint.record import DIVIDE, MULTIPLY, Spec
 from fp4.errors import CheckpointError

@@ -82,6 +82,21 @@ class Config:
             raise CheckpointError(f"{self.quant_where}: quant_method is {method!r}; need a string")
         return method.lower()
 
+    @property
+    def fp8_with_fp4_experts(self) -> bool:
+        """DeepSeek-V4's kind: quant_method fp8 for the linears, and a word about FP4 experts beside it."""
+        nested = self.nested.get("quantization")
+        places = (self.quant, nested if isinstance(nested, dict) else {})
+        here = ("moe_quant_algo", "expert_dtype")
+        return self.method == "fp8" and any(self.get(k) is not None or any(p.get(k) is not None for p in places) for k in here)
+
+    @property
+    def source_fp8(self) -> bool:
+        """The quantization_config is that of a block FP8 release (DeepSeek-V3): the model that was quantised anew, when it is left over."""
+        return (
+            self.method == "fp8" and "weight_block_size" in self.quant and not self.fp8_with_fp4_experts and "quant_algo" not in self.quant
+        )
+
     def get(self, key: str) -> Any:
         """A value of the model config, looked for in the sub-model configs too."""
         for block in (self.model, *(self.model.get(k) for k in NESTED)):

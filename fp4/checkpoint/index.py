@@ -17,6 +17,8 @@ from fp4.errors import CheckpointError
 __all__ = ["Store", "read_json"]
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: what a quantiser puts beside a weight; some rewrite the shards and leave the index as it was (ModelOpt's script for DeepSeek)
+_COMPANION = re.compile(r"\.(weight_scale(_2|_inv)?|input_scale(_2)?|(weight|input)_global_scale|scale)$")
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
 
 
@@ -164,15 +166,25 @@ class Store:
         if not weight_map:
             raise CheckpointError(f"{index}: weight_map is empty")
         store = cls(folder)
+        twice: list[tuple[str, SafetensorsFile]] = []
         for name in dict.fromkeys(weight_map.values()):
-            store._add(SafetensorsFile(store._shard_path(index, name)), key=name)
+            file = SafetensorsFile(store._shard_path(index, name))
+            others = [t for t in file.entries if weight_map.get(t, name) != name]
+            twice += [(t, file) for t in others]
+            store._add(file, key=name, leave=frozenset(others))
         for tensor, name in weight_map.items():
             if tensor not in store.files[name].entries:
                 raise CheckpointError(f"{index}: tensor {tensor!r} is not in {name}, which the index says holds it")
+        store._compare_copies(index, twice)
+        modules = {t.rpartition(".")[0] for t in weight_map}
         unlisted = [t for t in store.entries if t not in weight_map]
-        if unlisted:
+        scales = [t for t in unlisted if _COMPANION.search(t) and t.rpartition(".")[0] in modules]
+        if len(scales) < len(unlisted):
             shown = ", ".join(f"{t} ({store.where[t].path.name})" for t in unlisted[:10])
             raise CheckpointError(f"{index}: {len(unlisted)} tensors of the shards are not listed: {shown}; fix the index")
+        if scales:
+            shown = ", ".join(scales[:3]) + (" ..." if len(scales) > 3 else "")
+            store.warnings.append(f"{index}: {len(scales)} scales of listed weights are in the shards and not in the index; read ({shown})")
         used = {f.path.name for f in store.files.values()}
         extra = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in used)
         if extra:
@@ -197,13 +209,30 @@ class Store:
             raise CheckpointError(f"{index}: {name} is a link to {path.resolve()}, outside the folder; copy the file into the folder")
         return path
 
-    def _add(self, file: SafetensorsFile, key: str | None = None) -> None:
-        for name in file.entries:
+    def _compare_copies(self, index: Path, twice: list[tuple[str, SafetensorsFile]]) -> None:
+        """Tensors that a shard holds though the index names another: equal copies are passed over, others are an error."""
+        for name, file in twice:
+            kept = self.where[name]
+            a, b = self.entries[name], file.entries[name]
+            if (a.dtype, a.shape) != (b.dtype, b.shape) or not torch.equal(kept.bytes(name), file.bytes(name)):
+                raise CheckpointError(
+                    f"{index}: tensor {name!r} is in {kept.path.name}, as the index says, and with other contents in {file.path.name}; "
+                    "remove one of them"
+                )
+            self.release()
+        if twice:
+            names = ", ".join(n for n, _ in twice[:10]) + (f" and {len(twice) - 10} more" if len(twice) > 10 else "")
+            self.warnings.append(f"{index}: in two shards with equal contents, read from the one that the index names: {names}")
+
+    def _add(self, file: SafetensorsFile, key: str | None = None, leave: frozenset[str] = frozenset()) -> None:
+        """Take over the tensors of a file, without ``leave``."""
+        entries = {n: e for n, e in file.entries.items() if n not in leave} if leave else file.entries
+        for name in entries:
             if name in self.entries:
                 raise CheckpointError(f"{file.path}: tensor {name!r} is also in {self.where[name].path.name}; remove one of them")
         self.files[key or file.path.name] = file
-        self.entries.update(file.entries)
-        self.where.update(dict.fromkeys(file.entries, file))
+        self.entries.update(entries)
+        self.where.update(dict.fromkeys(entries, file))
         for k, v in file.metadata.items():
             if k == "tensor_names" and k in self.metadata:
                 v = self._join_names(self.metadata[k], v)

@@ -25,6 +25,8 @@ _ROLES = {"k_scale": "k", "v_scale": "v", "kv_scale": "kv", "q_scale": "q", "pro
 _PROJ = {"k_proj": "k", "v_proj": "v", "qkv_proj": "kv", "kv_proj": "kv"}
 _ATTENTION = re.compile(r"(^|\.)(k_proj|v_proj|qkv_proj)\.")
 _ASIDE = re.compile(r"(^|\.)(mtp|nextn|visual|vision\w*|audio\w*)(\.|_|$)")
+#: multi-head latent attention (DeepSeek, Kimi): one compressed cache, no key and value projection of its own
+_LATENT = re.compile(r"\.(kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj_with_mqa|wkv_a|wkv_b)\.")
 _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)(?:\.|$)")
 
 
@@ -120,6 +122,12 @@ def require_kv(plan: Plan) -> None:
         if "kv" not in have:
             missing += [f"{module} ({r})" for r in sorted(roles) if r not in have]
     if not modules and not found:
+        if any(_LATENT.search(name) for name in plan.store.entries):
+            # ModelOpt says FP8 of every DeepSeek cache and writes no scale for it: engines use 1.0 there
+            plan.warn(
+                f"{config.origin}, and the file has no cache scale; latent attention has no k_proj or v_proj that one would belong to"
+            )
+            return
         missing = ["all of them"]
     if missing:
         text = f"key/value cache scales not found though {config.origin}: {', '.join(missing[:10])}" + (

@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from fp4.checkpoint.base import Plan
-from fp4.checkpoint.config import Config, check_keys, listed, mapping
+from fp4.checkpoint.config import Config
 from fp4.checkpoint.fused import build_fused
 from fp4.checkpoint.index import Store
-from fp4.checkpoint.kv import KVConfig
 from fp4.checkpoint.linear import Leaves, build
-from fp4.checkpoint.patterns import Matches, Names, match_exact_or_prefix
-from fp4.checkpoint.record import Spec
-from fp4.errors import CheckpointError
+from fp4.checkpoint.modelopt_config import METHODS, Settings, has_names
 
 __all__ = ["LEAVES", "ModelOpt"]
-
-#: quant_algo (upper case) -> (format, block of elements, calibrated activation scale in the file)
-ALGOS: dict[str, tuple[str, int | None, bool]] = {
-    "NVFP4": ("nvfp4", 16, True),
-    "W4A16_NVFP4": ("nvfp4", 16, False),
-    "NVFP4_AWQ": ("nvfp4", 16, True),
-    "NVFP4_SVD": ("nvfp4", 16, True),
-    "W4A8_NVFP4_FP8": ("nvfp4_b32", 32, True),
-    "MXFP4": ("mxfp4", 32, False),
-    "W4A16_MXFP4": ("mxfp4", 32, False),
-    "W4A8_MXFP4_FP8": ("mxfp4", 32, False),
-    "W4A8_MXFP4_MXFP8": ("mxfp4", 32, False),
-    "FP8": ("fp8", None, False),
-    "FP8_PB_WO": ("fp8", None, False),
-    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", None, False),
-    "MXFP8": ("mxfp8", 32, False),
-}
-#: quant_algo -> format of the activations; weight-only where absent
-_ACTS = {
-    **dict.fromkeys(("NVFP4", "NVFP4_AWQ", "NVFP4_SVD"), "nvfp4"),
-    **dict.fromkeys(("W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"), "fp8"),
-    **{"MXFP4": "mxfp4", "MXFP8": "mxfp8", "W4A8_MXFP4_MXFP8": "mxfp8"},
-}
-_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "nvfp4")
-_NESTED_KEYS = frozenset(
-    {"quant_algo", "kv_cache_quant_algo", "group_size", "has_zero_point", "pre_quant_scale", "exclude_modules", "quantized_layers"}
-    | {"with_input_scale", "quant_method", "smoothquant_val", "clamp_val"}
-)
-_FLAT_KEYS = frozenset(
-    {"quant_method", "producer", "quant_algo", "ignore", "exclude_modules", "config_groups", "kv_cache_scheme", "kv_cache_quant_algo"}
-    | {"quantized_layers", "group_size", "has_zero_point", "pre_quant_scale", "with_input_scale"}
-)
-_GROUP_KEYS = frozenset({"weights", "input_activations", "output_activations", "targets", "has_zero_point", "pre_quant_scale"})
-_SPEC_KEYS = frozenset({"dynamic", "num_bits", "type", "group_size", "strategy", "symmetric"})
-_LAYER_KEYS = frozenset({"quant_algo", "group_size", "has_zero_point", "pre_quant_scale", "with_input_scale", "awq_block_size"})
 
 LEAVES = Leaves(
     scale=("weight_scale", "weight_scale_inv"),
@@ -62,26 +21,15 @@ LEAVES = Leaves(
 )
 
 
-def has_names(store: Store) -> bool:
-    """Whether some module has ModelOpt's three NVFP4 tensors."""
-    entries = store.entries
-    for name in entries:
-        if not name.endswith("weight_scale_2"):
-            continue
-        stem = name.removesuffix("_scale_2")
-        codes = stem if stem in entries else stem.removesuffix("_weight")
-        if codes in entries and entries[codes].dtype in ("U8", "I8", "F4") and f"{stem}_scale" in entries:
-            return True
-    return False
-
-
 class ModelOpt:
     name = "modelopt"
 
     def detect(self, store: Store, config: Config) -> str | None:
         producer = config.nested.get("producer")
         producer = producer.get("name") if isinstance(producer, dict) else None
-        if config.method in _METHODS:
+        if config.fp8_with_fp4_experts:  # DeepSeek-V4's file; ModelOpt's words are about its experts
+            return None
+        if config.method in METHODS:
             return f"{config.quant_where}: quant_method is {config.quant['quant_method']!r}"
         if producer == "modelopt" or "quantization" in config.nested:
             return "hf_quant_config.json" + (f": producer is {producer!r}" if producer else " is there")
@@ -104,228 +52,3 @@ class ModelOpt:
         settings.resolve(plan)
         build_fused(plan, settings.spec, settings.why_not)
         build(plan, LEAVES, settings.spec, settings.why_not)
-
-
-class Settings:
-    """The merged word of both config files. Raises CheckpointError when they contradict each other, naming the field."""
-
-    def __init__(self, plan: Plan, where: str) -> None:
-        self.place, self.where = plan.place, where
-        self.algo = ""
-        self.group: int | None = None
-        self.exclude: list[str] = []
-        self.layers: dict[str, tuple[str, int | None]] = {}
-        self.with_input = True
-        self.kv: KVConfig | None = None
-        self.excluded = Matches()
-        self.mapped: dict[str, str] = {}
-
-    @classmethod
-    def read(cls, plan: Plan) -> Settings | None:
-        config = plan.config
-        flat_where, flat = config.quant_where, config.quant
-        if not flat and "quant_algo" in config.model:  # the block itself saved as config.json
-            flat_where, flat = "config.json", {k: v for k, v in config.model.items() if k in _FLAT_KEYS}
-        if isinstance(flat.get("quantization"), dict):  # the nested file's content saved inside quantization_config
-            flat = {**{k: v for k, v in flat.items() if k != "quantization"}, **flat["quantization"]}
-        views: list[tuple[str, dict[str, Any]]] = []
-        if config.nested:
-            where = "hf_quant_config.json quantization"
-            nested = mapping(config.nested.get("quantization"), where)
-            cls._keys(plan, nested, _NESTED_KEYS, where)
-            views.append((where, cls._view(nested, where, "exclude_modules")))
-        if flat:
-            if config.method and config.method not in _METHODS:
-                raise CheckpointError(
-                    f"{plan.place}: {flat_where} has quant_method {flat.get('quant_method')!r}, hf_quant_config.json is ModelOpt's; "
-                    "need one of them: remove the leftover"
-                )
-            cls._keys(plan, flat, _FLAT_KEYS, flat_where)
-            key = "ignore" if "ignore" in flat else "exclude_modules"
-            views.append((flat_where, cls._view(flat, flat_where, key, plan)))
-        if not views:
-            return None
-        merged = views[0][1]
-        if len(views) == 2:
-            for key in sorted(views[0][1].keys() & views[1][1].keys()):
-                a, b = views[0][1][key], views[1][1][key]
-                if a != b:
-                    raise CheckpointError(
-                        f"{plan.place}: {key} contradicts: {views[0][0]} says {_short(a)}, {views[1][0]} says {_short(b)}; make them agree"
-                    )
-            merged = {**views[1][1], **views[0][1]}
-        return cls._from(plan, merged, views[0][0])
-
-    @staticmethod
-    def _keys(plan: Plan, block: dict[str, Any], known: frozenset[str], where: str) -> None:
-        if not plan.trust_tensors:
-            check_keys(block, known, where)
-
-    @classmethod
-    def _view(cls, block: dict[str, Any], where: str, exclude: str, plan: Plan | None = None) -> dict[str, Any]:
-        """Comparable form of either file: only keys that are present."""
-        view: dict[str, Any] = {}
-        algo = block.get("quant_algo")
-        if algo is not None and not isinstance(algo, str):
-            raise CheckpointError(f"{where}: quant_algo is {algo!r}; need a string")
-        if algo is not None:
-            view["quant_algo"] = algo.upper()
-        if exclude in block:
-            view["exclude_modules"] = sorted(set(listed(block[exclude], f"{where} {exclude}")))
-        if block.get("quantized_layers") is not None:
-            layers = mapping(block["quantized_layers"], f"{where} quantized_layers")
-            view["quantized_layers"] = {k: mapping(v, f"{where} quantized_layers {k!r}") for k, v in layers.items()}
-        if block.get("group_size") is not None:
-            view["group_size"] = block["group_size"]
-        if "with_input_scale" in block:
-            if not isinstance(block["with_input_scale"], bool):
-                raise CheckpointError(f"{where}: with_input_scale is {block['with_input_scale']!r}; need true or false")
-            view["with_input_scale"] = block["with_input_scale"]
-        if "kv_cache_quant_algo" in block:
-            kv = block["kv_cache_quant_algo"]
-            if kv is not None and not isinstance(kv, str):
-                raise CheckpointError(f"{where}: kv_cache_quant_algo is {kv!r}; need a string or null")
-            view["kv_cache_quant_algo"] = kv.upper() if kv else None
-        if "kv_cache_scheme" in block:
-            view["kv_cache_quant_algo"], view["kv_dynamic"] = kv_scheme(block["kv_cache_scheme"], f"{where} kv_cache_scheme")
-        if block.get("config_groups") is not None:
-            cls._groups(view, mapping(block["config_groups"], f"{where} config_groups"), where, plan)
-        return view
-
-    @staticmethod
-    def _groups(view: dict[str, Any], groups: dict[str, Any], where: str, plan: Plan | None) -> None:
-        sizes, inputs = set(), []
-        for key, value in groups.items():
-            place = f"{where} config_groups.{key}"
-            group = mapping(value, place)
-            weights = mapping(group.get("weights"), f"{place}.weights")
-            if plan is not None and not plan.trust_tensors:
-                check_keys(group, _GROUP_KEYS, place)
-                for part in ("weights", "input_activations", "output_activations"):
-                    check_keys(mapping(group.get(part), f"{place}.{part}"), _SPEC_KEYS, f"{place}.{part}")
-            size = weights.get("group_size")
-            if size is not None and type(size) is not int:
-                raise CheckpointError(f"{place}.weights: group_size is {size!r}; need an integer")
-            if size is not None:
-                sizes.add(size)
-            inputs.append(group.get("input_activations"))
-        if len(sizes) == 1 and view.get("quant_algo") != "MIXED_PRECISION" and "group_size" not in view:
-            view["group_size"] = sizes.pop()
-        if inputs and not any(inputs):
-            view["with_input_scale"] = False
-
-    @classmethod
-    def _from(cls, plan: Plan, view: dict[str, Any], where: str) -> Settings:
-        self = cls(plan, where)
-        self.algo = view.get("quant_algo") or ""
-        kv = view.get("kv_cache_quant_algo")
-        if kv:
-            self.kv = KVConfig(kv.lower(), not view.get("kv_dynamic", False), f"{where} says kv_cache_quant_algo {kv!r}")
-        if not self.algo and kv:  # only the cache is quantised
-            return self
-        if not self.algo:
-            raise CheckpointError(f"{plan.place}: {where}: quant_algo is missing; need one of {', '.join(ALGOS)} or MIXED_PRECISION")
-        if self.algo != "MIXED_PRECISION" and self.algo not in ALGOS:
-            raise CheckpointError(
-                f"{plan.place}: {where}: quant_algo {self.algo!r} is not known; need one of {', '.join(ALGOS)} or MIXED_PRECISION"
-            )
-        self.group = cls._group(plan, view.get("group_size"), self.algo, where)
-        self.exclude = view.get("exclude_modules", [])
-        self.with_input = view.get("with_input_scale", True) is not False
-        for key, entry in view.get("quantized_layers", {}).items():
-            place = f"{where} quantized_layers[{key!r}]"
-            cls._keys(plan, entry, _LAYER_KEYS, f"{plan.place}: {place}")
-            algo = str(entry.get("quant_algo") or "").upper()
-            if algo not in ALGOS:
-                raise CheckpointError(
-                    f"{plan.place}: {place}: quant_algo {entry.get('quant_algo')!r} is not a layer's; need one of {', '.join(ALGOS)}"
-                )
-            self.layers[key] = (algo, cls._group(plan, entry.get("group_size"), algo, place))
-        if self.algo == "MIXED_PRECISION" and not self.layers:
-            other = mapping(plan.config.quant_cfg.get("quantized_layers"), "quant_cfg.json quantized_layers")
-            if not other:
-                raise CheckpointError(f"{plan.place}: {where}: MIXED_PRECISION needs quantized_layers")
-            return cls._from(plan, {**view, "quantized_layers": {k: mapping(v, f"quant_cfg.json {k!r}") for k, v in other.items()}}, where)
-        return self
-
-    @staticmethod
-    def _group(plan: Plan, group: Any, algo: str, where: str) -> int | None:
-        if group is None:
-            return None
-        want = ALGOS[algo][1] if algo in ALGOS else None
-        if type(group) is not int or group <= 0 or (want is not None and group != want):
-            need = f"{want} for {algo}" if want else "a positive integer"
-            raise CheckpointError(f"{plan.place}: {where}: group_size is {group!r}; need {need}")
-        return group
-
-    def resolve(self, plan: Plan) -> None:
-        """Match exclusions and the layer map with the file's modules."""
-        names = plan.names()
-        self.excluded = match_exact_or_prefix(self.exclude, names)
-        plan.count("exclude pattern", self.excluded)
-        if self.algo == "MIXED_PRECISION":
-            self.mapped, counts = match_layers(self.layers, names)
-            plan.patterns.update(counts)
-            none = [k for k, n in counts.items() if not n]
-            if none:
-                plan.warn(f"{len(none)} entries of quantized_layers matched no module: {', '.join(none[:10])}")
-
-    def spec(self, module: str) -> Spec | None:
-        """Spec of a module (a dotted path), None when it is not quantised."""
-        if module in self.excluded.of or not self.algo:
-            return None
-        algo = self.algo
-        if algo == "MIXED_PRECISION":
-            key = self.mapped.get(module)
-            if key is None:
-                return None
-            algo = self.layers[key][0]
-        fmt, _, static = ALGOS[algo]
-        origin = f"{self.where} says quant_algo {algo}"
-        return Spec(fmt, origin, static and self.with_input, act=_ACTS.get(algo) if self.with_input else None)
-
-    def why_not(self, module: str) -> str:
-        if module in self.excluded.of:
-            return f"{self.where} excludes {module!r} by {self.excluded.of[module]!r}"
-        return f"{self.where} quantized_layers does not list {module!r}" if self.algo else f"{self.where} has no quant_algo"
-
-
-def match_layers(keys: Iterable[str], names: Names) -> tuple[dict[str, str], dict[str, int]]:
-    """module -> longest key that equals it or is a dotted prefix of it, and matches per key.
-
-    A key that matches nothing is tried again without the wrapper segments ``model`` and ``language_model``.
-    """
-    of: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    bare = names.canonical()
-    for key in sorted(keys, key=len):  # longer keys overwrite shorter ones
-        source = names
-        spellings = names.under(key)
-        if not spellings:
-            from fp4.checkpoint.patterns import canonical
-
-            source, spellings = bare, bare.under(canonical(key))
-        modules = [m for s in spellings for m in source.by_spelling[s]]
-        counts[key] = len(modules)
-        of.update(dict.fromkeys(modules, key))
-    return of, counts
-
-
-def kv_scheme(value: Any, where: str) -> tuple[str | None, bool]:
-    """(algorithm or None, dynamic) of a kv_cache_scheme: null, a bare string, or {num_bits, type, dynamic}."""
-    if value is None:
-        return None, False
-    if isinstance(value, str):
-        return value.upper(), False
-    scheme = mapping(value, where)
-    bits, kind = scheme.get("num_bits"), scheme.get("type")
-    known = {"8 float": "FP8", "8 int": "INT8", "4 float": "NVFP4"}
-    name = known.get(f"{bits} {kind}")
-    if name is None:
-        raise CheckpointError(f"{where}: num_bits {bits!r} with type {kind!r} is not known; need 8-bit float or int, or 4-bit float")
-    return name, bool(scheme.get("dynamic", False))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
