@@ -156,6 +156,70 @@ def test_killed_run_leaves_no_half_file_that_looks_whole(tmp_path: Path) -> None
     assert all(p.name.endswith(".part") and p.parent.name.startswith(".out.partial-") for p in left)
 
 
+#: a command of the command line that stops at its fourth step
+_SLOW_COMMAND = """
+import sys, time, contextlib
+from fp4 import cli
+from fp4.cli import convert, dequantize
+
+@contextlib.contextmanager
+def slow(label, total, quiet):
+    def step(done, name):
+        print(done, flush=True)
+        time.sleep(60 if done >= 4 else 0)
+    yield step
+
+convert.progress = dequantize.progress = slow
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def started(*args: object) -> subprocess.Popen[str]:
+    """A run that has written something and waits."""
+    process = run(_SLOW_COMMAND, *args)
+    assert process.stdout is not None
+    while (line := process.stdout.readline().strip()) not in ("4", "5", "6", "7", "8", "9", "10", "11", "12"):
+        assert process.poll() is None, (line, process.communicate())
+    return process
+
+
+def commands(tmp_path: Path) -> dict[str, list[object]]:
+    folder, out = cb.modelopt().write(tmp_path / "in"), tmp_path / "out"
+    return {"dequantize": ["dequantize", folder, out], "convert": ["convert", folder, out, "--to", "compressed-tensors"]}
+
+
+@pytest.mark.parametrize("command", ["dequantize", "convert"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_ending_signal_leaves_nothing(tmp_path: Path, command: str, number: signal.Signals) -> None:
+    """As Ctrl-C does; exit status 128 + n."""
+    process = started(*commands(tmp_path)[command])
+    assert list(tmp_path.glob(".out.partial-*"))
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, err
+    assert err.strip() == f"fp4: ended by {number.name}; nothing is left half written"
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("command", ["dequantize", "convert"])
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, command: str) -> None:
+    args = commands(tmp_path)[command]
+    killed = started(*args)
+    (left,) = tmp_path.glob(".out.partial-*")
+    other = tmp_path / ".outer.partial-0123abcd"
+    other.mkdir()  # of another target
+    with pytest.raises(fp4.CheckpointError, match=rf"another run is writing .*out \({re.escape(left.name)}\); wait for it"):
+        dequantize_checkpoint(tmp_path / "in", tmp_path / "out")
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(timeout=30)
+    assert left.is_dir()
+    done = run("import sys; from fp4.cli import main; sys.exit(main(sys.argv[1:]))", *args, "--quiet")
+    _, err = done.communicate(timeout=60)
+    assert done.returncode == 0, err
+    assert err.strip() == f"fp4: warning: {command}: {left} was left by a run that was killed; removed"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "in", "out"]
+
+
 def big(folder: Path, rows: int, k: int, experts: int) -> Path:
     """A large file without large memory: one stacked MXFP4 tensor and one plain BF16 tensor, written in pieces."""
     shapes = {

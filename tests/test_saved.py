@@ -123,3 +123,22 @@ def test_an_unchanged_file_loads(tmp_path: Path, backend: str) -> None:
     assert all(torch.equal(t, p.arrays[n]) for n, t in q.arrays.items())
     with pytest.raises(fp4.Fp4Error, match="'gpu0' is no torch device"):
         fp4.load_prepared(tmp_path / "w.safetensors", "gpu0")
+
+
+def test_save_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails keeps the file that was there, leaves no other, and says so in one sentence; a folder is no file."""
+    path = tmp_path / "w.safetensors"
+    make("reference").save(path)
+    before = path.read_bytes()
+    with pytest.raises(fp4.Fp4Error, match="is a folder; give the name of a file"):
+        make("reference").save(tmp_path)
+
+    def full(arrays: Any, where: str, metadata: Any) -> None:
+        Path(where).write_bytes(before[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(fp4.Fp4Error, match=r"save: cannot write .*w\.safetensors: .*No space left"):
+        make("reference").save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 import struct
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from fp4.checkpoint.base import CheckpointWarning
 from fp4.checkpoint.config import NESTED
 from fp4.checkpoint.index import Store
 from fp4.checkpoint.safetensors_file import DTYPE_BITS
@@ -73,9 +77,50 @@ def strip_quantization(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_target(verb: str, target: Path) -> None:
-    """Raise CheckpointError when something is at ``target``, a dangling link included."""
+    """Raise CheckpointError when something is at ``target``, a dangling link included, or another run is writing it.
+
+    The hidden folder of a run that was killed is removed, with a warning.
+    """
+    _free(verb, target)
+    try:
+        siblings = list(target.parent.iterdir())
+    except OSError:  # not there yet, or not readable: write_model says so
+        return
+    mine = re.compile(re.escape(f".{target.name}.partial-") + "[0-9a-f]{8}")
+    for work in siblings:
+        if not mine.fullmatch(work.name) or work.is_symlink() or not work.is_dir():
+            continue
+        lock = _lock(work)
+        if lock is None:
+            raise CheckpointError(f"{verb}: another run is writing {target} ({work.name}); wait for it, or give another name")
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
+        gone = "removed" if not work.exists() else "cannot be removed; remove it yourself"
+        warnings.warn(CheckpointWarning(f"{verb}: {work} was left by a run that was killed; {gone}"), stacklevel=3)
+
+
+def _free(verb: str, target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{verb}: {target} exists; give a new name, or remove it")
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock until it is closed, by a kill too; None when another process holds it.
+
+    Where folders cannot be locked nothing is known of the other process, and it counts as alive.
+    """
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def write_model(
@@ -96,11 +141,12 @@ def write_model(
     if len(set(names_)) != len(names_):
         twice = next(n for n in names_ if names_.count(n) > 1)
         raise CheckpointError(f"{verb}: two tensors of the source would both be written as {twice!r}")
-    single = target.suffix == ".safetensors"
+    single, lock = target.suffix == ".safetensors", None
     work = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir()
+        lock = _lock(work)
         shards = _shards(blobs, 1 << 62 if single else shard_bytes)
         names = [_file_name(i, len(shards)) for i in range(len(shards))]
         for name, shard in zip(names, shards, strict=True):
@@ -108,18 +154,20 @@ def write_model(
         for name in names:
             (work / f"{name}.part").rename(work / name)
         if single:
-            check_target(verb, target)
+            _free(verb, target)
             (work / names[0]).rename(target)
             work.rmdir()
             files = [target.name]
         else:
             files = names + _side_files(source, work, names, shards, configs)
-            check_target(verb, target)
+            _free(verb, target)
             work.rename(target)
     except OSError as error:
         raise CheckpointError(f"{verb}: cannot write {target}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
     return files, sum(b.nbytes for b in blobs)
 
 

@@ -1,15 +1,17 @@
 """Command line. ``main`` turns every expected failure into one sentence on stderr and an exit status.
 
-Status 0: good. 1: a check failed. 2: bad usage or unreadable input.
+Status 0: good. 1: a check failed. 2: bad usage or unreadable input. 128 + n: ended by signal n, after cleaning up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 __all__ = ["main"]
@@ -24,8 +26,47 @@ def _warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any
     _say(f"warning: {message}")
 
 
+class _Ended(BaseException):
+    """A signal that asks to end; unwinds the stack as Ctrl-C does, so that what is half written is removed."""
+
+
+#: what job schedulers, containers and closed terminals send
+_ENDING = ("SIGTERM", "SIGHUP", "SIGXCPU")
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """Turn the first ending signal into ``_Ended``, ignore more of them meanwhile, and put the handlers back. Ignored ones stay ignored."""
+    before: dict[int, Any] = {}
+
+    def end(number: int, frame: Any) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Ended(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (getattr(signal, name, None) for name in _ENDING):
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Never shows a traceback for bad input."""
+    try:
+        with _ending():
+            return _main(argv)
+    except _Ended as error:
+        number = error.args[0]
+        _say(f"ended by {signal.Signals(number).name}; nothing is left half written")
+        return int(128 + number)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
         import typer
         from typer.main import get_command

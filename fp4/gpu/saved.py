@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,15 @@ def _digest(about: dict[str, Any], arrays: dict[str, torch.Tensor]) -> str:
 
 
 def write(p: Any, path: str | Path) -> None:
-    """Write a Prepared or PreparedMoE. Raises Fp4Error when the folder does not exist."""
+    """Write a Prepared or PreparedMoE, under its name only when it is whole. Raises Fp4Error when that cannot be done."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if not Path(path).parent.is_dir():
-        raise Fp4Error(f"save: {path}: the folder {Path(path).parent} does not exist; make it first")
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise Fp4Error(f"save: {path}: the folder {path.parent} does not exist; make it first")
+    if path.is_dir():
+        raise Fp4Error(f"save: {path} is a folder; give the name of a file")
     arrays = {n: t.contiguous() for n, t in p.arrays.items()}
     about = {
         "fp4_prepared": _VERSION,
@@ -50,7 +55,14 @@ def write(p: Any, path: str | Path) -> None:
     }
     # as a reader gets it: tuples have become lists
     text = json.dumps(about)
-    save_file(arrays, str(path), metadata={"fp4": text, "fp4_digest": _digest(json.loads(text), arrays)})
+    work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        save_file(arrays, str(work), metadata={"fp4": text, "fp4_digest": _digest(json.loads(text), arrays)})
+        work.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise Fp4Error(f"save: cannot write {path}: {error}") from None
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def read(path: str | Path, device: torch.device | str | None) -> Any:
