@@ -70,7 +70,7 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = _run(capsys, "doctor")
     assert status == 0
-    assert f"torch {torch.__version__}" in out
+    assert "torch " + torch.__version__.split("+")[0] in out
     assert "reference" in out
     status, out, _ = _run(capsys, "doctor", "--json")
     report = json.loads(out)

@@ -48,7 +48,7 @@ def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if language == "python":
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(compile(text, str(page), "exec"), space)
+                exec(compile(text, f"<{page.name}>", "exec"), space)  # not the page: inspect would read its prose as source
             printed = out.getvalue()
         elif language == "text" and adjacent and printed is not None:
             assert printed.rstrip() == text.rstrip(), f"{page.name}: the block prints something else than the page shows"

@@ -14,6 +14,7 @@ import torch
 
 import fp4
 from fp4.gpu import registry
+from fp4.gpu.backends._triton_kernels_replay import Replay
 from fp4.gpu.device import Device
 from fp4.gpu.problem import Problem
 from fp4.prepared import Prepared, PreparedMoE
@@ -148,6 +149,7 @@ def test_layer(case: str, backend: str) -> None:
         y = fp4.moe(args[0], w, *args[1:])
         assert error(y, fp4.moe(args[0], ref, *args[1:])) < bound(w), rows
         assert torch.equal(y, fp4.moe(args[0], w, *args[1:])), "run to run"
+    assert getattr(w.bind(), "failed", None) is None, "a capture of the backend failed"
     x, ids, gates = tokens(case, 8, 0)
     ids[2], ids[5, 0] = -1, 10_000  # a token with no expert at all, a slot far out of range
     assert error(fp4.moe(x, w, ids, gates), fp4.moe(x, ref, ids, gates)) < bound(w)
@@ -192,6 +194,22 @@ def test_layer_in_a_graph(case: str, backend: str) -> None:
             poison()
             graph.replay()
             assert torch.equal(y, fp4.moe(x, w, ids, gates)), (rows, seed)
+
+
+def test_a_failed_capture_leaves_the_device_usable() -> None:
+    """The call falls back to the library's own, and the caller's random numbers go on."""
+
+    def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.dtype) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()  # not permitted there
+        return x.to(out)
+
+    replayed = Replay(call)
+    args = torch.randn(3, 8, device="cuda"), torch.zeros(3, 1, dtype=torch.int32, device="cuda"), torch.ones(3, 1, device="cuda")
+    for _ in range(3):
+        assert torch.equal(replayed(*args, torch.float32), args[0])
+    assert replayed.failed
+    assert torch.isfinite(torch.randn(5, device="cuda")).all()
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

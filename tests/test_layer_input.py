@@ -203,7 +203,8 @@ def test_plain_kernel_with_local_experts() -> None:
     how = {"gate_up": "up_gate", "activation": fp4.SwiGLU(), "local_experts": (1, 3), "act_dtype": torch.float32}
     plain, want = (fp4.prepare_moe(w13, w2, backend=b, **how) for b in ("triton", "reference"))  # type: ignore[arg-type]
     assert plain.meta["path"] == "plain"
-    torch.testing.assert_close(fp4.moe(x, plain, ids, ones), fp4.moe(x, want, ids, ones), rtol=1e-5, atol=1e-5)
+    y, z = fp4.moe(x, plain, ids, ones), fp4.moe(x, want, ids, ones)
+    assert float((y - z).norm() / z.norm()) < 3e-6  # two orders of float32 sums; single elements may cancel
 
 
 @pytest.mark.parametrize("calibrated", [True, False])

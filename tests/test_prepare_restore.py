@@ -186,7 +186,8 @@ def test_loaded_where_it_was_prepared_for(tmp_path: Path) -> None:
     assert (q.device.type, q.meta["path"]) == ("cuda", "dense")
     same(q.restore(), w.to("cuda"))
     x = torch.randn(3, 96).bfloat16()
-    torch.testing.assert_close(fp4.matmul(x.cuda(), q, out_dtype=torch.float32).cpu(), x.float() @ fp4.dequantize(w).T)
+    y, z = fp4.matmul(x.cuda(), q, out_dtype=torch.float32).cpu().double(), x.double() @ fp4.dequantize(w).double().T
+    assert float((y - z).norm() / z.norm()) < 3e-6
 
 
 def test_saved_experts(tmp_path: Path) -> None:

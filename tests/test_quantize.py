@@ -541,7 +541,9 @@ def test_stored_scales_compile_fullgraph(given: Any) -> None:
 
 def test_stored_scales_stay_dynamic() -> None:
     """The fake computes with symbolic rows: one graph serves them all."""
-    frames = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter
+
+    frames = CompileCounter()
     run = torch.compile(lambda x: fp4.quantize(x, scale_layout="sf_128x4").scale.data + 1, fullgraph=True, backend=frames, dynamic=True)
     for rows in (5, 130, 300):
         assert torch.equal(run(randn(rows, 64)), fp4.quantize(randn(rows, 64), scale_layout="sf_128x4").scale.data + 1)

@@ -25,6 +25,15 @@ _pools: dict[int, Any] = {}
 _lock = threading.Lock()
 
 
+def _mend(like: torch.Tensor) -> None:
+    """After a failed capture the device's random generator still believes in it (pytorch issue 171263), and the caller's next
+    ``torch.randn`` would raise. A capture that succeeds puts it back."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros_like(like)
+    graph.capture_end()
+
+
 class _Plan:
     """A captured call: static inputs, static result."""
 
@@ -42,9 +51,13 @@ class _Plan:
             call(self.x, self.ids, self.weights, out)  # compiles this size, which must not happen in the capture
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self.y = call(self.x, self.ids, self.weights, out)
-            finally:
-                self.graph.capture_end()
+                try:
+                    self.y = call(self.x, self.ids, self.weights, out)
+                finally:
+                    self.graph.capture_end()
+            except BaseException:
+                _mend(self.x)
+                raise
         stream.wait_stream(side)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
