@@ -5,6 +5,7 @@ built to be free of it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -69,3 +70,10 @@ def hazards(sass: str) -> tuple[int, list[str]]:
             if any(written & g for g in [*groups, current]):
                 bad.append(text)
     return len(loops), bad
+
+
+def serialised(sass: str) -> bool:
+    """Whether the assembler waits for each MMA before it starts the next, as ptxas does (C7510 to C7514) when it cannot overlap them."""
+    code = re.findall(r"(?:GMMA\S*|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d)", sass)
+    waits = sum(a.startswith("GMMA") and b.endswith("0x0") for a, b in itertools.pairwise(code))
+    return 2 * waits > sum(c.startswith("GMMA") for c in code)

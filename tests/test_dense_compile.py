@@ -78,11 +78,12 @@ def keep(*a, **k):
     return made[-1]
 launch.build = keep
 none = torch.zeros(4, dtype=torch.int32)
-rows = {str(r): r for r in dense.table()["sm90"] if r["kernel"] == "wide"}.values()
-rows = list(rows)
+rows = list({str(r): r for r in dense.table()["sm90"] if r["kernel"] in ("wide", "ws")}.values())
+ws = lambda bt, r, u, sk, xs: dict(m_max=bt, kernel="ws", BT=bt, R=r, U=u, SK=sk, XS=xs, NW=8, CUT=1, PER=1)
+rows.append(ws(64, 2, 4, 2, 8))
 shapes = ((16, False, 8192, 8192), (32, True, 1000, 2880))
 if sys.argv[2] == "quick":
-    rows, shapes = rows[2:3] + rows[-1:], shapes[:1]
+    rows, shapes = rows[-2:], shapes[:1]
 for block, half, n, k in shapes:
     about = {"low": 116, "high": 123, "any": False, "fp16": True}
     d = dense.Dense(none, none, None, n, k, block, about, "sm90")
@@ -92,10 +93,13 @@ for _, row in dense_fp8._TABLE[-1:] if sys.argv[2] == "quick" else dense_fp8._TA
     for n, k in ((8192, 8192),):
         d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8), None, n, k, True)
         d._plan(row, torch.bfloat16, torch.bfloat16, None)
+        d._plan_ws((row[0], row[1], 1, 6, 8, 1), torch.bfloat16, torch.bfloat16, None)
 checked = 0
 for kernel in {id(m): m for m in made}.values():
-    loops, bad = sass.hazards(sass.disassemble(kernel.compiled.asm["cubin"]))
+    code = sass.disassemble(kernel.compiled.asm["cubin"])
+    loops, bad = sass.hazards(code)
     assert not bad, (kernel.compiled.metadata.name, bad[:3])
+    assert not sass.serialised(code), kernel.compiled.metadata.name
     checked += loops
 print("loops checked", checked)
 """
@@ -124,6 +128,8 @@ def test_the_hazard_check_can_fail():
     assert sass.hazards(loop.format("R61"))[1]
     waited = loop.replace("gsb0, 0x1", "gsb0, 0x0").format("R61")
     assert sass.hazards(waited)[1] == []
+    assert sass.serialised(waited)
+    assert not sass.serialised(loop)
 
 
 OVERLAP = """

@@ -66,6 +66,10 @@ ROUTES = [
     {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XS": 6, "GM": 8, "SPLIT": 2, "NW": 4},
     {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 5, "GM": 8, "SPLIT": 1, "NW": 8},
     {"kernel": "wide", "BT": 128, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},
+    {"kernel": "ws", "BT": 128, "R": 2, "U": 2, "SK": 2, "XS": 6, "NW": 8, "CUT": 0, "PER": 1},
+    {"kernel": "ws", "BT": 256, "R": 1, "U": 2, "SK": 1, "XS": 6, "NW": 8, "CUT": 1, "PER": 1},
+    {"kernel": "ws", "BT": 64, "R": 2, "U": 4, "SK": 2, "XS": 8, "NW": 8, "CUT": 2, "PER": 1},
+    {"kernel": "ws", "BT": 64, "R": 1, "U": 4, "SK": 2, "XS": 6, "NW": 4, "CUT": 1, "PER": 2},
 ]
 SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056)]
 
@@ -80,7 +84,7 @@ def forced(row, codes, scale, second, block):
 @pytest.mark.parametrize("row", ROUTES, ids=lambda r: "-".join(str(v) for v in r.values()))
 def test_every_route_every_shape(row, block):
     """Ragged n and k, one block of k, m from 1 up, both activation types, bias, other output types; output and memory poisoned."""
-    if row["kernel"] == "wide" and torch.cuda.get_device_capability() != (9, 0):
+    if row["kernel"] in ("wide", "ws") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("warp-group MMA needs a Hopper GPU (SM90)")
     ms = (1, 3, 16) if row["kernel"] == "small" else (1, 17, 130, 300)
     for i, (n, k) in enumerate(SHAPES):

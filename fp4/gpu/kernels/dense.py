@@ -166,7 +166,9 @@ class Dense:
 
     def _plan(self, m: int, half: bool, out: torch.dtype, bias: torch.Tensor | None, row: dict[str, Any] | None = None) -> Any:
         row = row or self.choose(m)
-        build = {"small": self._small, "wide": self._wide, "plain": self._plain, "dequantize": self._dequantize}[row["kernel"]]
+        build = {"small": self._small, "wide": self._wide, "ws": self._ws, "plain": self._plain, "dequantize": self._dequantize}[
+            row["kernel"]
+        ]
         return build(row, m, half, out, "*fp32" if bias is None else _TYPES[bias.dtype], bias is not None)
 
     def _common(self, half: bool, bias: bool) -> dict[str, Any]:
@@ -247,6 +249,60 @@ class Dense:
             part, count = (alpha, alpha) if split == 1 else (sp + 4 * words, sp + 4 * (words + split * m * n))
             px(m, columns, stream, x.data_ptr(), sp, count, k // 2, kt, block, counts)
             kernel(tiles, split, stream, sp, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, *tail)
+
+        return run
+
+    def _ws(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
+        from fp4.gpu.kernels.wide_m import permute_x
+        from fp4.gpu.kernels.ws_m import ws_m
+
+        bt, u, nw, per = row["BT"], row["U"], row["NW"], row["PER"]
+        bn = row["R"] * nw * 16
+        tiles_n, steps = -(-self.n // bn), -(-self.kt // u)
+        constants = {
+            **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": row["R"], "U": u, "SK": row["SK"],
+            "XS": row["XS"], "NW": nw,
+        }  # fmt: skip
+        signature = {
+            "xd": launch.box_type("fp16" if half else "bf16", bt, 64), "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32",
+            "bias_ptr": bias_type, "y_ptr": _TYPES[out], "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32",
+            "oc": "i32", "unit": "i32",
+        }  # fmt: skip
+        aligned = self._aligned(N=self.n, KT=self.kt)
+        kernel = launch.build(ws_m, signature, constants, num_warps=nw, aligned=aligned, pdl=True, maxnreg=128 if per == 2 else None)
+        # with cuts all blocks get the same number of steps: CUT 1 shares them among all, CUT 2 cuts every tile into equal parts
+        tiles = tiles_n * -(-m // bt)
+        blocks = per * launch.processors(self.device)
+        cut = row["CUT"] > 0 and tiles % blocks != 0
+        if row["CUT"] == 2:
+            blocks = max(blocks // tiles * tiles, min(tiles, blocks))
+        unit = 1 if cut else steps
+        blocks = min(blocks, tiles * steps // unit)
+        counts = 1 << (tiles - 1).bit_length() if cut else 0
+        block = min(32, 1 << (self.kt - 1).bit_length())
+        px = launch.build(
+            permute_x,
+            {"x_ptr": "*i32", "o_ptr": "*i32", "count_ptr": "*i32", "words": "i32", "tiles": "i32"},
+            {"B": block, "COUNTS": counts},
+            num_warps=4,
+            aligned=self._aligned(words=self.k // 2),
+        )
+        alpha = self._alpha[half].data_ptr()
+        head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
+        tail = launch.constants_in_order(ws_m, constants)
+        n, kt, k, oc, index, device = self.n, self.kt, self.k, self._windows[half].oc, self._index, self.device
+        columns = -(-kt // block)
+        sums = 2 * blocks * bn * bt if cut else 0
+
+        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+            stream = _raw_stream(index)
+            words = m * kt * 32
+            space = torch.empty(words + sums + counts, dtype=torch.int32, device=device)
+            sp, yp = space.data_ptr(), y.data_ptr()
+            part, count = sp + 4 * words, sp + 4 * (words + sums)
+            px(m, columns, stream, x.data_ptr(), sp, count, k // 2, kt, block, counts)
+            box = launch.Box(sp, m, kt * 64)
+            kernel(blocks, 1, stream, box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
 
         return run
 

@@ -124,6 +124,37 @@ class Dense8:
 
         return run
 
+    def _plan_ws(self, row: tuple[int, int, int, int, int, int], act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+        from fp4.gpu.kernels.ws_fp8 import ws_fp8
+
+        bt, r, sk, xs, nw, per = row
+        bn = r * nw * 16
+        constants = {
+            "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % 4 == 0, "BT": bt, "R": r, "SK": sk, "XS": xs, "NW": nw,
+        }  # fmt: skip
+        signature = {
+            "xd": launch.box_type("fp8e4nv", bt, 128), "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
+            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
+            "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
+        }  # fmt: skip
+        aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
+        maxnreg = 128 if per == 2 else None
+        kernel = launch.build(ws_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=True, maxnreg=maxnreg)
+        quantize = self.quantizer(act, True)
+        tail = launch.constants_in_order(ws_fp8, constants)
+        w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
+        tiles_n, n, kt, index, blocks = -(-self.n // bn), self.n, self.kt, self._index, per * launch.processors(self.device)
+
+        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+            stream = _raw_stream(index)
+            yp = y.data_ptr()
+            _space, x8, scales = quantize(x, m, stream)
+            grid = min(blocks, tiles_n * -(-m // bt))
+            bp = yp if b is None else b.data_ptr()
+            kernel(grid, 1, stream, launch.Box(x8, m, kt * 64), scales, w, s, bp, yp, oc, ws, m, n, kt, *tail)
+
+        return run
+
     def _plan_plain(self, row: tuple[int, int, int, int, int], act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         from fp4.gpu.kernels.plain_fp8 import dense_fp8_plain
 

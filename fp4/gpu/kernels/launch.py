@@ -20,10 +20,36 @@ def gluon_reason() -> str | None:
     """None when the installed Triton has the Gluon names that our kernels use, else what is missing."""
     try:
         import fp4.gpu.kernels.small_m
-        import fp4.gpu.kernels.wide_m  # noqa: F401
+        import fp4.gpu.kernels.wide_m
+        import fp4.gpu.kernels.ws_m  # noqa: F401
     except (ImportError, AttributeError) as e:
         return f"this Triton's Gluon lacks what the kernels use ({e})"
     return None
+
+
+class Box:
+    """A row-major matrix for TMA, as Triton's launchers want a tensor descriptor: address, rows, columns; zeros outside."""
+
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, address: int, rows: int, columns: int) -> None:
+        self.address, self.shape, self.strides = address, [rows, columns], [columns, 1]
+
+    @property
+    def base(self) -> Box:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def box_type(element: str, rows: int, columns: int) -> str:
+    """The Triton type of a ``Box`` of 16-bit elements read in boxes [rows, columns], 128 bytes a row."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 if element.startswith("fp8") else 16, rank=2)
+    return f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
 
 
 class Kernel:
@@ -120,6 +146,12 @@ def build(
         compiled = triton.compile(Source(fn, types, values, attrs), target=target, options=options)
         found = _cache[key] = Kernel(compiled)
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU (132, as on an H200, where kernels are only compiled)."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
 def full_args(fn: Any, signature: dict[str, str], constants: dict[str, Any], values: dict[str, Any]) -> list[Any]:
