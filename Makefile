@@ -27,7 +27,7 @@ test-main: $(VENV)/.ready-test
 
 test-triton36: $(VENV36)/.ready-triton36
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(VENV36)/bin/python -m pytest -n $(JOBS) --dist loadfile -m kernel $(PYTEST_ORACLES) $(PYTEST_ARGS)
-	$(VENV36)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/contract/test_contract_linear.py tests/contract/test_contract_moe.py
+	$(VENV36)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/contract/test_contract_linear.py tests/contract/test_contract_moe.py tests/contract/test_contract_ids.py
 
 lint: $(VENV)/.ready-test
 	$(VENV)/bin/ruff check .

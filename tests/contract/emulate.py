@@ -34,29 +34,6 @@ def param(t: torch.Tensor | None, e: int, default: float) -> float:
     return default if t is None else float(t[e])
 
 
-def held(v: torch.Tensor) -> torch.Tensor:
-    """Rows between the second GEMM and the sum are bf16: what does not fit is infinite, as it is there, and 0 * inf is NaN."""
-    return torch.where(v.abs() > torch.finfo(torch.bfloat16).max, v.sign() * float("inf"), v)
-
-
-def counted(ids: torch.Tensor, first: int, experts: int, winner: str) -> torch.Tensor:
-    """ids i64 [t, k]; -1 what the kernels pass over: an id outside [first, first + experts), and a repetition inside one row.
-
-    trtllm-gen's small-batch routing keeps one lane for a token and expert (a comment there calls it a race: the last write stands), the
-    cutlass prologue for large batches stops at the first one.
-    """
-    ids = ids.long()
-    ids = torch.where((ids >= first) & (ids < first + experts), ids, -1)
-    for row in ids:
-        seen: dict[int, int] = {}
-        for j in range(len(row)) if winner == "first" else reversed(range(len(row))):
-            e = int(row[j])
-            if e in seen:
-                row[j] = -1
-            seen[e] = j
-    return ids
-
-
 class Emulator:
     """``functions`` is what ``pretend.gpu`` wants; ``exact`` the float64 result of the last GEMM or MoE."""
 
@@ -187,7 +164,7 @@ class Emulator:
         decode = self._cutlass_nvfp4 if not (w4_group or mxfp8) else self._cutlass_mxfp8 if mxfp8 else self._cutlass_sm90
         xs, w1s, w2s, mid, scale = decode(x, x_sf, swizzled, w1, w2, qs, k13, k2)
         y = torch.zeros(x.shape[0], hidden, dtype=F64)
-        ids = counted(ids, ep_rank * experts, experts, "first")
+        ids = spec.counted(ids, ep_rank * experts, experts, "first")
         for e in range(experts):
             t, j = (ids == e + ep_rank * experts).nonzero(as_tuple=True)
             if not t.numel():
@@ -200,7 +177,7 @@ class Emulator:
             else:
                 h = h.clamp(min=0) ** 2
             v = mid(e, h) @ w2s(e).T * scale[1][e]
-            v = held(v if b2 is None or tp_rank else v + b2[e].to(F64))
+            v = spec.held(v if b2 is None or tp_rank else v + b2[e].to(F64))
             y.index_add_(0, t, weights[t, j].to(F64).unsqueeze(-1) * v)
         self._write(out, y)
 
@@ -327,7 +304,7 @@ class Emulator:
         for b, rows in ((b1, 2 * inter), (b2, hidden)):
             check(b is None or (b.dtype == torch.float32 and tuple(b.shape) == (local, rows)), "biases: float32 [local experts, rows]")
         ids_, weights_ = self._routing(mode, logits, ids, weights, r_bias, top_k, method, num_experts)
-        ids_ = counted(ids_, offset, local, "last")
+        ids_ = spec.counted(ids_, offset, local, "last")
         rows_out, index = [], torch.full(ids_.shape, -1, dtype=torch.int32)
         y = torch.zeros(x.shape[0], hidden, dtype=F64)
         for e in range(local):
@@ -350,7 +327,7 @@ class Emulator:
             else:
                 check(act == _SWIGLU, "gated activation")
                 h = gate * torch.sigmoid(param(alpha, e, 1.0) * gate) * (up + param(beta, e, 0.0))
-            v = held((h * up_unit @ down.T + down_b) * param(s2, e, 1.0))
+            v = spec.held((h * up_unit @ down.T + down_b) * param(s2, e, 1.0))
             index[t, j] = torch.arange(len(rows_out), len(rows_out) + len(v), dtype=torch.int32)
             rows_out.extend(v)
             y.index_add_(0, t, weights_[t, j].to(F64).unsqueeze(-1) * v)

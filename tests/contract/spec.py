@@ -189,3 +189,26 @@ def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     m = torch.where(e == 0, torch.zeros_like(v), torch.pow(2.0, 127.0 - e))
     q = (b * m.unsqueeze(-1)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
     return q.view(torch.uint8), e.to(torch.uint8)
+
+
+def held(v: torch.Tensor) -> torch.Tensor:
+    """Rows between the second GEMM and the sum are bf16: what does not fit is infinite, as it is there, and 0 * inf is NaN."""
+    return torch.where(v.abs() > torch.finfo(torch.bfloat16).max, v.sign() * float("inf"), v)
+
+
+def counted(ids: torch.Tensor, first: int, experts: int, winner: str) -> torch.Tensor:
+    """ids i64 [t, k]; -1 what the kernels pass over: an id outside [first, first + experts), and a repetition inside one row.
+
+    trtllm-gen's small-batch routing keeps one lane for a token and expert (a comment there calls it a race: the last write stands), the
+    cutlass prologue for large batches stops at the first one.
+    """
+    ids = ids.long()
+    ids = torch.where((ids >= first) & (ids < first + experts), ids, -1)
+    for row in ids:
+        seen: dict[int, int] = {}
+        for j in range(len(row)) if winner == "first" else reversed(range(len(row))):
+            e = int(row[j])
+            if e in seen:
+                row[j] = -1
+            seen[e] = j
+    return ids
