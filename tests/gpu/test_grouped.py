@@ -7,7 +7,7 @@ import torch
 
 from fp4.formats import MXFP4, NVFP4
 from fp4.gpu.kernels import grouped, grouped_run
-from fp4.gpu.kernels.grouped_plan import Plan, large, small
+from fp4.gpu.kernels.grouped_plan import Plan, large, small, wide
 from fp4.ref.activation import ReLU2, SiLU, SiTU, SwiGLU
 from fp4.ref.moe import moe
 from fp4.tensor import QuantizedTensor
@@ -26,6 +26,10 @@ LARGE = [
     large(64, 8, 1, 5, low=32, u=1),
     large(128, 8, 2, 5, low=64, u=1),
     large(64, 8, 1, 4, low=32),
+    wide(16, xs=8),
+    wide(32, 16, low=16, xs=8),
+    wide(64, 32, c=2, r=2, g=4, deep=1),
+    wide(128, 32, low=64),
 ]
 
 
@@ -35,7 +39,7 @@ def plans() -> list[Plan]:
 
 
 def name(p: Plan) -> str:
-    return ("large" if p.large else "small") + str(p.mt) + "-" + "-".join(str(v) for _, v in p.first)
+    return p.kernel + str(p.mt) + "-" + "-".join(str(v) for _, v in p.first)
 
 
 def weights(fmt, e, n, k, seed, second=None):

@@ -93,13 +93,15 @@ class Chain:
     ) -> None:
         from fp4.gpu.kernels.grouped_large import grouped_large, permute_rows
         from fp4.gpu.kernels.grouped_small import grouped_small
+        from fp4.gpu.kernels.grouped_wide import grouped_wide
 
         window = g.windows[x]
         if isinstance(window, Exception):
             raise window
         self.pairs = pairs = tokens * topk
         self.blocks = max_blocks(pairs, g.experts, plan.mt)
-        wide = plan.large
+        wide, ring = plan.large, plan.kernel == "wide"
+        product = {"small": grouped_small, "large": grouped_large, "wide": grouped_wide}[plan.kernel]
         hp, ip = -(-g.hidden // 64) * 64, -(-g.inter // 64) * 64
         #: one row a pair before the sum over slots: float32 while it stays in the L2 cache
         row = torch.float32 if pairs * g.hidden <= 1 << 22 else x
@@ -133,21 +135,28 @@ class Chain:
         ends: list[Any] = []
         for i, config in enumerate((plan.first, plan.second)):
             c = dict(config)
-            warps, limit = c["WN"] if wide else c["WK"], c.pop("maxnreg", None)
+            warps, limit, per = c.get("WN") or c.get("WK") or 4, c.pop("maxnreg", None), c.pop("per", 1)
             n, bias = (g.hidden, g.bias2) if i else (g.n13, g.bias13)
             c |= {"N": n, "K": g.inter if i else g.hidden, "KIND": g.block, "ANY": window[i][2], "ACT": 0 if i else ACTS[a.name]}
-            c |= {"FIRST": not i, "BIAS": bias is not None, "HALF": x == torch.float16, "MT": plan.mt}
+            c |= {"FIRST": not i, "BIAS": bias is not None, "HALF": x == torch.float16}
+            c.setdefault("MT", plan.mt)
             if wide:
                 c.setdefault("LOW", plan.mt)
             c["PDL"] = pdl
             f32 = dict.fromkeys(("alpha_ptr", "bias_ptr"), torch.float32)
             pointers = {"x_ptr": x, "out_ptr": row if i else x, "gamma_ptr": gamma, **f32}
-            kernel, tail = _compile(grouped_large if wide else grouped_small, pointers, c, warps, target, limit, pdl)
+            kernel, tail = _compile(product, pointers, c, warps, target, limit, pdl)
+            if ring and (over := kernel.shared - (233472 // per - 1024)) > 0:  # 228 KiB an SM, 1 KiB of it for each program
+                c["XS"] -= -(-over // (128 * c["U"] * (c["MT"] + c["EX"]) + 512 * c["C"] * c["R"] * (4 * c["U"] + 1)))
+                kernel, tail = _compile(product, pointers, c, warps, target, limit, pdl)
             alpha = window[i][0]
             weights = ((g.w13, g.s13), (g.w2, g.s2))[i]
             fixed = (*(t.data_ptr() for t in weights), alpha.data_ptr(), (alpha if bias is None else bias).data_ptr())
-            tiles = -(-n // (16 * c["R"] * (c["WN"] if wide else 1)))
-            ends.append((kernel, fixed, window[i][1], tail, tiles * self.blocks))
+            tiles = -(-n // (16 * c["R"] * (4 * c["C"] if ring else c["WN"] if wide else 1)))
+            grid = tiles * self.blocks
+            if ring:  # as many programs as stay resident take tiles in turn
+                grid = min(grid, per * launch.processors(g.w13.device))
+            ends.append((kernel, fixed, window[i][1], tail, grid))
         self.first, self.second = ends
         if wide:
             self.permute = _compile(permute_rows, {}, {"K": g.hidden, "BLOCK": 1024, "PDL": pdl}, 4, target, pdl=pdl)
