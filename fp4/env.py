@@ -21,5 +21,5 @@ def disabled() -> frozenset[str]:
 
 
 def strict() -> bool:
-    """``FP4_STRICT=1``: check values too (top-k ids in range, finite scales), at the cost of a device synchronisation."""
+    """``FP4_STRICT=1``: check values too (top-k ids in range, block scales), at the cost of a device synchronisation."""
     return os.environ.get("FP4_STRICT", "0") not in ("", "0")
