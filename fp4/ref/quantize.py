@@ -1,6 +1,7 @@
 """Block quantisation and dequantisation by Format and Recipe in torch: the CPU's workers, and the twin of ``triton_quantize``.
 
-Work goes in chunks of blocks, so temporary memory stays near a few times ``CHUNK`` float32 values whatever the tensor's size.
+Work goes in chunks of blocks, so temporary memory stays near a few times ``CHUNK`` float32 values a thread whatever the tensor's size.
+Groups of chunks go to as many threads as torch uses (``fp4.ref.threads``); each block is computed alone, so no byte depends on that.
 """
 
 from __future__ import annotations
@@ -15,16 +16,27 @@ from fp4.formats import Format
 from fp4.recipe import Recipe
 from fp4.ref.codes import INT32, decode, encode_magnitude, pack_nibbles, signed_code, value_table
 from fp4.ref.scales import block_factor, default_global_scale, scale_bytes
+from fp4.ref.threads import share
 
 __all__ = ["dequantize_blocks", "quantize_blocks", "tensor_amax"]
 
-#: elements in a chunk: below 32768, torch's grain, each step runs on the calling thread. The steps are short: waking other threads for
-#: each costs more than it gains on two cores, and far more when the cores are busy. The temporaries fit the second-level cache.
+#: elements in a chunk where torch has several threads: below 32768, its grain, each step runs on the calling thread. The steps are short:
+#: waking other threads for each costs more than it gains, and far more when the cores are busy
 CHUNK = 30720
+#: elements in a chunk where torch has one thread, in ``share``'s threads too: fewer steps, and the temporaries fit the second-level cache
+WIDE = 4 * CHUNK
+#: elements of a group, which one thread takes at once: some 5 ms of quantising, 1 ms of dequantising
+GROUP = 4 * WIDE
 
 
 def _chunk(device: torch.device) -> int:
-    return CHUNK if device.type == "cpu" else 1 << 26
+    if device.type != "cpu":
+        return 1 << 26
+    return WIDE if torch.get_num_threads() == 1 else CHUNK
+
+
+def _group(device: torch.device) -> int:
+    return GROUP if device.type == "cpu" else 1 << 26
 
 
 def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -39,9 +51,9 @@ def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _rows(part)
 
 
-def _pieces(x: torch.Tensor, block: int, elements: int = 0) -> Iterator[torch.Tensor]:
-    """x [..., k], any strides, in row-major order as pieces [n, block]; n * ``elements`` (default: block) is at most a chunk."""
-    limit = max(1, _chunk(x.device) // (elements or block))
+def _groups(x: torch.Tensor, block: int, elements: int = 0) -> Iterator[torch.Tensor]:
+    """x [..., k], any strides, in row-major order as pieces [n, block]; n * ``elements`` (default: block) is at most a group."""
+    limit = max(1, _group(x.device) // (elements or block))
     for rows in _rows(x):
         if rows.is_contiguous():
             yield from torch.split(rows.view(-1, block), limit)
@@ -56,14 +68,18 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
         from fp4.ref.triton_amax import finite_amax
 
         return finite_amax(x)
-    best = torch.zeros((), dtype=torch.float32, device=x.device)
-    for piece in _pieces(x, x.shape[-1]) if x.numel() else ():
-        size = piece.abs()
-        top = size.amax().to(torch.float32)
-        if size.device.type != "cpu" or not bool(torch.isfinite(top)):
-            top = size.where(torch.isfinite(size), 0).amax().to(torch.float32)
-        best = torch.maximum(best, top)
-    return best
+    found = [torch.zeros((), dtype=torch.float32, device=x.device)]
+
+    def largest(group: torch.Tensor) -> None:
+        for piece in torch.split(group, max(1, _chunk(x.device) // x.shape[-1])):
+            size = piece.abs()
+            top = size.amax().to(torch.float32)
+            if size.device.type != "cpu" or not bool(torch.isfinite(top)):
+                top = size.where(torch.isfinite(size), 0).amax().to(torch.float32)
+            found.append(top)
+
+    share(largest, ((group,) for group in _groups(x, x.shape[-1]) if x.numel()), x)
+    return torch.stack(found).amax()
 
 
 def _expert_amax(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +171,7 @@ def block_error(x: torch.Tensor, code: torch.Tensor, byte: torch.Tensor, fmt: Fo
 def refuse_nonfinite(x: torch.Tensor, recipe: Recipe) -> None:
     """Raises Fp4Error when x [..., k] holds what the recipe calls an error, with the first place. Nothing was written by then."""
     start = 0
-    for piece in _pieces(x, x.shape[-1]) if x.numel() else ():
+    for piece in _groups(x, x.shape[-1]) if x.numel() else ():
         bad = (piece != piece) if recipe.nan == "error" else torch.zeros_like(piece, dtype=torch.bool)
         if recipe.inf == "error":
             bad = bad | (piece.abs() == torch.inf)
@@ -209,13 +225,18 @@ def quantize_blocks(
 def _quantize_into(
     x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
 ) -> None:
-    codes, scale, at = codes.view(-1, fmt.block // fmt.codes_per_byte), scale.view(-1), 0
     if not x.numel():
         return
-    for piece in _pieces(x, fmt.block, max(1, fmt.block // 16)):  # one scale in 16 or 32 elements: groups of 16 chunks
-        n = piece.shape[0]
-        _quantize_group(piece, codes[at : at + n], scale[at : at + n], fmt, recipe, g, gs)
-        at += n
+    codes, scale = codes.view(-1, fmt.block // fmt.codes_per_byte), scale.view(-1)
+
+    def groups() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        at = 0
+        for piece in _groups(x, fmt.block):
+            n = piece.shape[0]
+            yield piece, codes[at : at + n], scale[at : at + n]
+            at += n
+
+    share(lambda piece, c, s: _quantize_group(piece, c, s, fmt, recipe, g, gs), groups(), x)
 
 
 @lru_cache(maxsize=64)
@@ -256,25 +277,26 @@ def _dequantize_into(codes: torch.Tensor, scale: torch.Tensor, g: torch.Tensor |
     if not out.numel():
         return
     table, scales = _byte_values(fmt, codes.device), value_table(fmt.scale, codes.device)
-    out, width = out.view(-1, fmt.block), fmt.block // fmt.codes_per_byte
-    at = 0
-    for piece, s_byte in zip(_pieces(codes, width, fmt.block), _scale_pieces(scale, codes, width, fmt.block), strict=True):
-        n = piece.shape[0]
-        s = scales.index_select(0, s_byte.to(INT32))
-        if g is not None:
-            s = s * g
-        values = table.index_select(0, piece.reshape(-1).to(INT32)).view(torch.float32).view(n, fmt.block)
-        torch.mul(values, s[:, None], out=values)
-        out[at : at + n] = values
-        at += n
+    width = fmt.block // fmt.codes_per_byte
+    rows = max(1, _chunk(codes.device) // fmt.block)
 
+    def values(codes: torch.Tensor, byte: torch.Tensor, out: torch.Tensor) -> None:
+        for c, b, o in zip(torch.split(codes, rows), torch.split(byte, rows), torch.split(out, rows), strict=True):
+            s = scales.index_select(0, b.to(INT32))
+            if g is not None:
+                s = s * g
+            v = table.index_select(0, c.reshape(-1).to(INT32)).view(torch.float32).view(-1, fmt.block)
+            torch.mul(v, s[:, None], out=v)
+            o.copy_(v)
 
-def _scale_pieces(scale: torch.Tensor, codes: torch.Tensor, width: int, block: int) -> Iterator[torch.Tensor]:
-    """Scale bytes for each piece that ``_pieces(codes, width, block)`` yields."""
-    flat, at = scale.reshape(-1), 0
-    for piece in _pieces(codes, width, block):
-        yield flat[at : at + piece.shape[0]]
-        at += piece.shape[0]
+    def groups() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        flat, written, at = scale.reshape(-1), out.view(-1, fmt.block), 0
+        for piece in _groups(codes, width, fmt.block):
+            n = piece.shape[0]
+            yield piece, flat[at : at + n], written[at : at + n]
+            at += n
+
+    share(values, groups(), out)
 
 
 def quantize_tensor(
