@@ -589,6 +589,21 @@ def test_second_level_that_is_no_multiplier(tmp_path: Path, producer: str, value
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (2, 64), (1, 192), (384,)])
+def test_a_bias_that_does_not_fit_its_weight(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Found by mutation: a conversion cut such a bias among experts."""
+    ex = cb.gpt_oss()
+    name = f"{L}mlp.experts.gate_up_proj_bias"
+    assert ex.tensors[name].shape == (2, 192)
+    ex.tensors[name] = torch.zeros(shape, dtype=torch.bfloat16)
+    refused(ex.write(tmp_path / "a"), r"gate_up_proj_bias has shape .*; its weight is \[2, 192, 64\] and needs \[2, 192\]")
+    with fp4.open_checkpoint(tmp_path / "a", trust="tensors") as ck:
+        assert any("gate_up_proj_bias has shape" in w for w in ck.warnings)
+    ex = cb.modelopt()
+    ex.tensors[f"{L}mlp.up_proj.bias"] = torch.zeros(64)
+    refused(ex.write(tmp_path / "b"), r"up_proj\.bias has shape \[64\]; its weight is \[128, 64\] and needs \[128\]")
+
+
 def test_divisor_zero_is_infinite(tmp_path: Path) -> None:
     ex = cb.compressed_tensors()
     ex.tensors[f"{L}mlp.up_proj.weight_global_scale"] = cb.f32(0.0, (1,))

@@ -11,6 +11,7 @@ import checkpoint_builder as cb
 import pytest
 import torch
 from convert_cases import CT, GO, MO, SAMPLES, same, stored
+from safetensors.torch import load_file, save_file
 
 import fp4
 from fp4.checkpoint.convert import ConversionRefused, convert_checkpoint
@@ -182,6 +183,11 @@ def test_biases_follow_their_experts(tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "mo", MO)
     convert_checkpoint(tmp_path / "mo", tmp_path / "back", GO)
     assert stored(tmp_path / "back") == stored(source)
+    # the last expert without its biases: a stack of those that have some would be too short
+    path = tmp_path / "ct" / "model.safetensors"
+    save_file({n: t for n, t in load_file(path).items() if not (".experts.1." in n and n.endswith(".bias"))}, path)
+    with pytest.raises(ConversionRefused, match=r"only some experts of .* have biases"):
+        convert_checkpoint(tmp_path / "ct", tmp_path / "short", GO)
 
 
 def test_fp8_neighbours_and_mixed_groups(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ class Plan:
         store = self.store
         if self.kv_config is not None:
             collect_kv(self, vectors=True)
+        self._check_biases()
         left: list[str] = []
         for name in self.free():
             entry = store.entries[name]
@@ -171,6 +172,19 @@ class Plan:
                 f"{self.file(left[0])}: {plural(len(left), 'tensor')} that nothing explains: {shown(left)} "
                 f"(the first is {first.dtype} {list(first.shape)}); nothing is dropped in silence"
             )
+
+    def _check_biases(self) -> None:
+        """A bias beside a quantised weight [.., n, k] is [.., n]: another size would be added to, or cut among, the wrong rows."""
+        for record in self.records.values():
+            if record.kind == "plain":
+                continue
+            stem = record.name.removesuffix(".weight").removesuffix("_weight")
+            for name in (f"{stem}.bias", f"{stem}_bias"):
+                entry = self.store.entries.get(name)
+                if entry is not None and name not in self.used and entry.shape != record.logical[:-1]:
+                    self.disagree(
+                        f"{name} has shape {list(entry.shape)}; its weight is {list(record.logical)} and needs {list(record.logical[:-1])}"
+                    )
 
 
 class Checkpoint:

@@ -11,6 +11,7 @@ import torch
 from fp4.checkpoint.base import Checkpoint
 from fp4.checkpoint.output import Blob
 from fp4.checkpoint.record import Record
+from fp4.checkpoint.safetensors_file import DTYPE_BITS
 from fp4.checkpoint.weights import View
 
 __all__ = ["Joined", "join", "join_bias", "slices", "split", "split_bias"]
@@ -89,7 +90,8 @@ def split_bias(ck: Checkpoint, name: str, heads: dict[str, str | None]) -> list[
     if found is None or found["head"] not in heads:
         return None
     entry = ck.store.entries[name]
-    if len(entry.shape) != 2:
+    weight = next((ck.record(w) for w in (name.removesuffix("_bias"), f"{name.removesuffix('_bias')}.weight") if w in ck), None)
+    if len(entry.shape) != 2 or (weight is not None and entry.shape != weight.logical[:-1]):
         return None
     experts, n = entry.shape
     parts = {"down_proj": (slice(None), 0)} if found["leaf"] == "down_proj" else slices(heads[found["head"]], n)
@@ -98,7 +100,7 @@ def split_bias(ck: Checkpoint, name: str, heads: dict[str, str | None]) -> list[
 
     def blob(e: int, leaf: str, rows: slice) -> Blob:
         def chunks() -> Iterator[torch.Tensor]:
-            yield ck.store.bytes(name).reshape(experts, n, -1)[e, rows]
+            yield ck.store.bytes(name).reshape(experts, n, DTYPE_BITS[entry.dtype] // 8)[e, rows]
 
         return Blob(f"{found['head']}.{e}.{leaf}.bias", entry.dtype, (len(range(n)[rows]),), chunks)
 
@@ -114,7 +116,9 @@ def join_bias(ck: Checkpoint, names: list[str], heads: set[str]) -> tuple[list[B
             found.setdefault(match["head"], {}).setdefault(_ROLE[match["leaf"]], {})[int(match["e"])] = name
     blobs: list[Blob] = []
     for head, roles in found.items():
-        experts = max(len(m) for m in roles.values())
+        experts = sum(
+            bool(m and m["head"] == head and m["end"] == "weight" and _ROLE[m["leaf"]] == "down") for m in map(_SINGLE.fullmatch, ck)
+        )
         if any(sorted(m) != list(range(experts)) for m in roles.values()) or ("gate" in roles) != ("up" in roles):
             return f"only some experts of {head}.* have biases"
         if any(len({(ck.store.entries[n].dtype, ck.store.entries[n].shape) for n in m.values()}) > 1 for m in roles.values()):
