@@ -92,11 +92,30 @@ def test_scale_per_call_without_input_scale(value: float) -> None:
     if not value:
         assert not y.any()
         return
-    amax = x.abs().amax().float()
-    gs = torch.tensor(2688.0) / amax
+    gs = 1.0 / (x.abs().amax().float() / 2688.0)
     codes, scale = spec.nvfp4(x, gs)
     want = spec.blocks(spec.E2M1[codes], spec.e4m3(scale)) / float(gs) @ dense(q).T
     assert error(exact[:, :200], want) < TIGHT
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_one_bad_token_stays_alone_without_input_scale(value: float) -> None:
+    """The scale a call is taken from finite values: else one infinity makes every token NaN, and one NaN every token coarse."""
+    q, x = weight(input_scale=None), inputs(5, 208)
+    want = run(q, x[1:], "flashinfer_cutlass", (10, 0), act="nvfp4")[1]
+    x[0, 3] = value
+    y, exact, _, _ = run(q, x, "flashinfer_cutlass", (10, 0), act="nvfp4")
+    assert torch.equal(exact[1:].isfinite(), torch.ones_like(exact[1:], dtype=torch.bool))
+    top = x[1:].abs().amax() >= x[0][x[0].isfinite()].abs().amax()
+    assert error(exact[1:, :200], want[:, :200]) < (TIGHT if top else 0.2)
+    assert bool(y[1:].isfinite().all())
+
+
+def test_tiny_values_do_not_overflow_their_scale() -> None:
+    q, x = weight(input_scale=None), (inputs(5, 208) * 1e-37).to(torch.bfloat16)
+    y, exact, _, _ = run(q, x, "flashinfer_cutlass", (10, 0), act="nvfp4")
+    assert bool(y.isfinite().all())
+    assert bool(exact.isfinite().all())
 
 
 def test_weight_only_is_refused_by_name() -> None:

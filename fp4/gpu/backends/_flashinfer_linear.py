@@ -18,11 +18,14 @@ from fp4.gpu.backends._flashinfer_scales import check_scale_bytes
 from fp4.gpu.problem import Problem
 from fp4.gpu.storage import Stored
 from fp4.prepared import Packed, Weights, pack
+from fp4.recipe import recipes
+from fp4.ref.quantize import tensor_amax
+from fp4.ref.scales import default_global_scale
 
 __all__ = ["ROUTES"]
 
-#: 6 * 448: largest e2m1 times largest e4m3; the tensor scale that uses the whole range is amax / 2688
-_RANGE = 2688.0
+#: x without a calibrated scale: g = amax / 2688, 6 * 448 being the largest e2m1 times the largest e4m3
+_DEFAULT = recipes["default"]
 
 #: rows of the 8x4 scale layout's tile times four: below this the TRT-LLM kernels for small batches read 8x4 scales
 _SMALL_M = 32
@@ -94,9 +97,9 @@ def _run(p: Any, backend: str) -> Callable[..., torch.Tensor]:
         x = pad_columns(x, k)
         scale_in, scale_out = quant_scale, alpha
         if scale_in is None or scale_out is None:
-            amax = x.abs().amax().float()
-            scale_in = torch.where(amax > 0, _RANGE / amax, torch.ones_like(amax)).reshape(1)
-            scale_out = weight_scale / scale_in
+            # of finite values, as quantize does: one infinity must not take every token along
+            given, encode = default_global_scale(tensor_amax(x), _DEFAULT)
+            scale_in, scale_out = encode.reshape(1), weight_scale * given
         small = backend == "trtllm" and m <= _SMALL_M
         codes, scale = quantize(
             input=x,
