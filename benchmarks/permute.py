@@ -59,8 +59,8 @@ def shape_for(layout: Layout, nbytes: int) -> tuple[int, int]:
     return sample_shape(layout, max(nbytes // cols, 1), cols * layout.units_per_byte)
 
 
-def options(sweep: bool) -> list[tuple[int, int]]:
-    return [(t, w) for t in TILES for w in WARPS] if sweep else [(permute.TILE_BYTES, permute.WARPS)]
+def options(layout: Layout, sweep: bool) -> list[tuple[int, int]]:
+    return [(t, w) for t in TILES for w in WARPS] if sweep else [permute.tile(layout)]
 
 
 def warm(layout: Layout, nbytes: int, sweep: bool) -> None:
@@ -69,7 +69,7 @@ def warm(layout: Layout, nbytes: int, sweep: bool) -> None:
     x = torch.empty(shape, dtype=torch.uint8, device="cuda")
     y = layout.apply(x)
     layout.invert(y, shape)
-    for tile, warps in options(sweep):
+    for tile, warps in options(layout, sweep):
         try:
             permute.apply(layout, x, tile_bytes=tile, warps=warps)
             permute.invert(layout, y, shape, tile_bytes=tile, warps=warps)
@@ -89,7 +89,7 @@ def measure(layout: Layout, nbytes: int, sweep: bool) -> list[dict[str, object]]
     rows = []
     for direction in ("apply", "invert"):
         best: tuple[float, int, int] | None = None
-        for tile, warps in options(sweep):
+        for tile, warps in options(layout, sweep):
             try:
                 us = time_us(
                     (lambda: permute.apply(layout, x, tile_bytes=tile, warps=warps))  # noqa: B023

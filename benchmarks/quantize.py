@@ -8,8 +8,8 @@
 CPU: time over the time of copying the bf16 side (256 Mi elements): at most 16 for dequantise, 60 for quantise.
 GPU: bytes read and written per second over those of a device copy of a bf16 size x size tensor: at least 0.85. The data are random,
 several buffers in turn (more than the L2 cache together), launches in one CUDA graph, the median of the replays. Before timing, the
-kernels' bytes are compared with the CPU's for every format and preset, ties and specials included. MXFP8 runs twice, without and with
-``HARDWARE_E4M3``.
+kernels' bytes are compared with the CPU's for every format and preset, ties and specials included; MXFP8 without and with
+``HARDWARE_E4M3``. float16 and float32 inputs have rows of their own; their share is of the copy's rate too.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Case:
 
     op: str
     format: str
-    hardware: bool = False
+    hardware: bool = True
     tile: int | None = None
-    warps: int = 4
-    split: int = 1
+    warps: int | None = None
+    dtype: str = "bfloat16"
 
 
 def cases(names: list[str]) -> list[Case]:
@@ -109,24 +109,25 @@ def cases(names: list[str]) -> list[Case]:
     for name in names:
         out.append(Case("quantize", name))
         if name == "mxfp8":
-            out.append(Case("quantize", name, True))
+            out.append(Case("quantize", name, hardware=False))
         out.append(Case("dequantize", name))
         if name in ("nvfp4", "mxfp4", "mxfp8"):
             out.append(Case("quantize to sf_128x4", name))
         if name == "nvfp4":  # x is read twice: for its amax, then for its codes
             out += [Case("quantize, g from amax", name), Case("amax", name)]
+        if name in ("nvfp4", "mxfp4", "mxfp8"):
+            out += [Case("quantize", name, dtype=t) for t in ("float16", "float32")]
     return out
 
 
 def variants(case: Case) -> list[Case]:
-    """The same work with other warps, with one, two or four threads a block, and with two blocks a thread."""
+    """The same work with other warps, and with one or two blocks a thread."""
     if case.op == "dequantize":
         return [replace(case, tile=t, warps=w) for t in (2048, 4096, 8192) for w in (2, 4, 8)]
-    if not case.op.startswith("quantize") or case.op.endswith("amax"):
+    if not case.op.startswith("quantize") or case.op.endswith("amax") or case.dtype != "bfloat16" or not case.hardware:
         return []
     block = formats.get(case.format).block
-    shared = [replace(case, split=s, warps=w) for s in ((1, 2) if block == 16 else (1, 2, 4)) for w in (2, 4, 8) if (s, w) != (1, 4)]
-    return [*shared, replace(case, tile=32 * 4 * block * 2)]
+    return [replace(case, tile=32 * w * block * n, warps=w) for n in (1, 2) for w in (1, 2, 4)]
 
 
 def launches(case: Case, xs: list[torch.Tensor]) -> tuple[list[Callable[[], object]], int]:
@@ -139,16 +140,19 @@ def launches(case: Case, xs: list[torch.Tensor]) -> tuple[list[Callable[[], obje
     g = torch.tensor(0.002, device="cuda") if fmt.tensor_scale else None
     gs = None if g is None else torch.reciprocal(g)
     elements = xs[0].numel()
-    both = elements * 2 + elements // fmt.codes_per_byte + elements // fmt.block
+    both = elements * xs[0].element_size() + elements // fmt.codes_per_byte + elements // fmt.block
     how: dict[str, Any] = {"fmt": fmt, "tile": case.tile, "num_warps": case.warps}
-    pack = partial(golden.quantize_blocks, recipe=recipe, global_scale=g, encode_scale=gs, split=case.split, **how)
+    pack = partial(golden.quantize_blocks, recipe=recipe, global_scale=g, encode_scale=gs, **how)
     if case.op == "quantize":
         return [partial(pack, x) for x in xs], both
     if case.op == "quantize to sf_128x4":
         return [partial(pack, x, scale_layout=fp4.layouts["sf_128x4"]) for x in xs], both
     if case.op == "dequantize":
-        parts = [pack(x, tile=None, num_warps=4) for x in xs]
-        return [partial(golden.dequantize_blocks, c, s, global_scale=g, dtype=torch.bfloat16, **how) for c, s in parts], both
+        parts = [pack(x, tile=None, num_warps=None) for x in xs]
+        return [
+            partial(golden.dequantize_blocks, c, s, global_scale=g, dtype=torch.bfloat16, **(how | {"num_warps": case.warps or 4}))
+            for c, s in parts
+        ], both
     if case.op == "amax":
         return [partial(finite_amax, x) for x in xs], elements * 2
     return [partial(fp4.quantize, x, fmt) for x in xs], both + elements * 2
@@ -162,11 +166,11 @@ def gpu(size: int, names: list[str], sweep_below: float) -> list[Row]:
     rows: list[Row] = [{"op": "copy", "format": "bf16", "us": copy * 1e6, "gb_s": copy_rate / 1e9, "ratio": 1.0, "limit": 1.0}]
 
     def measure(case: Case) -> float:
-        calls, moved = launches(case, xs)
+        calls, moved = launches(case, xs if case.dtype == "bfloat16" else [x.to(getattr(torch, case.dtype)) for x in xs[:3]])
         took = graph_time(calls)
         rate = moved / took
         row = asdict(case) | {"us": took * 1e6, "gb_s": rate / 1e9, "ratio": rate / copy_rate, "limit": 0.85}
-        rows.append(row | {"tile": case.tile or 0})
+        rows.append(row)
         return rate / copy_rate
 
     for case in cases(names):
@@ -178,7 +182,7 @@ def gpu(size: int, names: list[str], sweep_below: float) -> list[Row]:
 
 def warm(case: Case, size: int) -> int:
     """Compile the case, once run."""
-    for call in launches(case, [torch.randn(size, size, device="cuda").to(torch.bfloat16)])[0]:
+    for call in launches(case, [torch.randn(size, size, device="cuda").to(getattr(torch, case.dtype))])[0]:
         call()
     torch.cuda.synchronize()
     return 0
@@ -295,8 +299,9 @@ def main() -> None:
             print(f"checked: {r['compared']:,} bytes and values equal to the CPU's")
             continue
         size = f"{r['seconds']:.2f} s, copy {r['copy_seconds']:.3f} s" if a.part == "cpu" else f"{r['us']:.1f} us, {r['gb_s']:.0f} GB/s"
-        extra = f" tile {r['tile']} warps {r['warps']} split {r['split']}" if "warps" in r else ""
-        extra += " hardware_e4m3" if r.get("hardware") else ""
+        extra = f" tile {r['tile']} warps {r['warps']}" if r.get("tile") else ""
+        extra += "" if r.get("hardware", True) else " without hardware_e4m3"
+        extra += "" if r.get("dtype", "bfloat16") == "bfloat16" else f" {r['dtype']}"
         print(
             f"{r['op']:24s} {r['format']:10s} ratio {r['ratio']:.2f} (limit {r['limit']}) {'ok' if better(r) else 'MISSED'}  {size}{extra}"
         )

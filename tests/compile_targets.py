@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from fp4 import layouts, recipe
 from fp4.formats import MXFP4, MXFP8, NVFP4
 from fp4.gpu.kernels import permute
+from fp4.gpu.kernels.act_quantize import act_and_quantize
 from fp4.gpu.kernels.block_scaled import block_scaled
 from fp4.ref import triton_amax, triton_quantize
 from fp4.ref.triton_matmul import _product
@@ -108,6 +109,11 @@ def quantize(fmt: Any, dtype: torch.dtype, preset: str = "default", layout: str 
     return launched(lambda: triton_quantize.quantize_blocks(x, fmt, how, g, g, order))
 
 
+def act(fmt: Any, order: str, activation: str) -> Any:
+    h, g = torch.zeros((256, 8192), dtype=torch.bfloat16), torch.ones(()) if fmt.tensor_scale else None
+    return launched(lambda: act_and_quantize(h, activation, order, fmt, recipe.get("default", fmt.name), g))
+
+
 def amax(dtype: torch.dtype) -> Any:
     return launched(lambda: triton_amax.finite_amax(torch.zeros((256, 512), dtype=dtype)))
 
@@ -133,6 +139,10 @@ CASES: dict[str, Any] = {
     "quantize mxfp4 bf16": lambda: quantize(MXFP4, torch.bfloat16),
     "quantize mxfp4 bf16 to sf_128x4": lambda: quantize(MXFP4, torch.bfloat16, layout="sf_128x4"),
     "quantize mxfp8 bf16": lambda: quantize(MXFP8, torch.bfloat16),
+    "act nvfp4 gate_up silu": lambda: act(NVFP4, "gate_up", "silu"),
+    "act nvfp4 interleaved swiglu": lambda: act(NVFP4, "interleaved", "swiglu_oai"),
+    "act mxfp4 interleaved silu": lambda: act(MXFP4, "interleaved", "silu"),
+    "act mxfp8 gate_up swiglu": lambda: act(MXFP8, "gate_up", "swiglu_oai"),
     "amax bf16": lambda: amax(torch.bfloat16),
     "amax fp32": lambda: amax(torch.float32),
     "quantize mxfp4 fp16": lambda: quantize(MXFP4, torch.float16),
@@ -158,7 +168,7 @@ for name, build in CASES.items():
         kernel = build()
         ptx = kernel.asm["ptx"]
         found = {"cubin": len(kernel.asm["cubin"]), "words": [w for w in WORDS if w in ptx], "shared": kernel.metadata.shared}
-        if ARCH == 90 and name.startswith(("quantize", "permute")):
+        if ARCH == 90 and name.startswith(("quantize", "act", "permute")):
             found["instructions"] = straight_length(disassemble(kernel.asm["cubin"]))
     except Exception as e:
         found = {"error": f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"}

@@ -1,7 +1,10 @@
 """Elements of bf16 in pairs, as 32-bit words: block amax, e2m1 and e4m3 codes with few instructions. Used by ``triton_quantize``.
 
 Integer and half-word operations issue every other clock, float32 additions every clock: so rounding is done by float additions, the
-signs of a pair are moved together, and codes are packed by multiply-add. Words are i32 [n, 4], a thread holding a whole row.
+signs of eight elements are moved together, and codes are packed by multiply-add. Words are i32 [n, 4], a thread holding a whole row.
+
+NATIVE: 0 integers and float32 only, which Triton's interpreter runs too; 1 with instructions of SM80 (operations on both halves of a
+word); 2 with SM89's conversion to e4m3. All three give the same bytes (``python benchmarks/quantize.py gpu`` compares them).
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp4.ref.triton_activation import activate
 from fp4.ref.triton_codes import bits_of, fields_of, from_bits, round_even
 
-__all__ = ["join4", "magnitudes", "pack8_e2m1", "pack8_e4m3", "top_of_pairs"]
+__all__ = ["join4", "load_pairs", "magnitudes", "pack8_e2m1", "pack8_e4m3", "top_of", "top_of_pairs"]
 
 
 @triton.jit
@@ -24,6 +28,68 @@ def split4(w):
 
 
 @triton.jit
+def join4(a, b, c, d):
+    """Four [n] -> [n, 4]."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])
+
+
+@triton.jit
+def _asm1(ASM: tl.constexpr, a):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [a], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _asm2(ASM: tl.constexpr, a, b):
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _asm4(ASM: tl.constexpr, a, b, c, d):
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _halves(w):
+    """Pairs of bf16, i32 -> (even, odd) as f32, exact."""
+    return from_bits(w << 16), from_bits(w & -65536)
+
+
+@triton.jit
+def _bf16_pair(even, odd, NATIVE: tl.constexpr):
+    """f32, f32 -> the nearest bf16, ties to even, as a word."""
+    if NATIVE > 0:
+        w = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        e, o = bits_of(even), bits_of(odd)
+        e = tl.where(even != even, 0x7FC00000, e + 0x7FFF + ((e >> 16) & 1))
+        o = tl.where(odd != odd, 0x7FC00000, o + 0x7FFF + ((o >> 16) & 1))
+        w = ((e >> 16) & 0xFFFF) | (o & -65536)
+    return w
+
+
+@triton.jit
+def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, NATIVE: tl.constexpr):
+    """Four words of a thread's block: pointers i32 [n, 4] -> bf16 pairs i32 [n, 4], after the activation if there is one.
+
+    BOTH: a word of x is (gate, up) of one element, and ``up`` points to the four words behind. Otherwise x are gates, up the other half.
+    """
+    w = tl.load(x)
+    if ACT >= 0:
+        if BOTH:
+            v = tl.load(up)
+            gate, other = _halves(w)
+            a, b, c, d = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE > 0))
+            gate, other = _halves(v)
+            e, f, g, h = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE > 0))
+            w = join4(_bf16_pair(a, b, NATIVE), _bf16_pair(c, d, NATIVE), _bf16_pair(e, f, NATIVE), _bf16_pair(g, h, NATIVE))
+        else:
+            even, odd = _halves(w)
+            up_even, up_odd = _halves(tl.load(up) if ACT > 0 else w)
+            w = _bf16_pair(activate(even, up_even, p0, p1, p2, ACT, NATIVE > 0), activate(odd, up_odd, p0, p1, p2, ACT, NATIVE > 0), NATIVE)
+    return w
+
+
+@triton.jit
 def magnitudes(w, FLUSH: tl.constexpr = False):
     """Pairs of bf16, i32 -> bits of |even| and |odd| element as f32; with FLUSH subnormals are zero."""
     even, odd = (w << 16) & 0x7FFF0000, w & 0x7FFF0000
@@ -33,14 +99,42 @@ def magnitudes(w, FLUSH: tl.constexpr = False):
 
 
 @triton.jit
-def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr):
-    """Pairs of bf16, i32 [n, 4] -> the largest bits of a magnitude, i32 [n]; -1 if NaN is ignored and there is nothing else."""
-    even, odd = magnitudes(w, FLUSH)
-    if NAN == 1:
-        even = tl.where(even > 0x7F800000, -1, even)
-        odd = tl.where(odd > 0x7F800000, -1, odd)
-    a, b, c, d = split4(tl.maximum(even, odd))
-    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+def _max_pairs(a, b, NAN: tl.constexpr):
+    return _asm2("max.bf16x2 $0, $1, $2;" if NAN == 1 else "max.NaN.bf16x2 $0, $1, $2;", a, b)
+
+
+@triton.jit
+def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
+    """Pairs of bf16, i32 [n, 4] -> what ``larger`` compares and ``top_of`` ends: the largest magnitude, i32 [n]."""
+    if NATIVE > 0 and not FLUSH:
+        a, b, c, d = split4(_asm1("abs.bf16x2 $0, $1;", w))
+        top = _max_pairs(_max_pairs(a, b, NAN), _max_pairs(c, d, NAN), NAN)
+    else:
+        even, odd = magnitudes(w, FLUSH)
+        if NAN == 1:
+            even = tl.where(even > 0x7F800000, -1, even)
+            odd = tl.where(odd > 0x7F800000, -1, odd)
+        a, b, c, d = split4(tl.maximum(even, odd))
+        top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    return top
+
+
+@triton.jit
+def larger(a, b, NAN: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
+    """Of two results of ``top_of_pairs``."""
+    if NATIVE > 0 and not FLUSH:
+        top = _max_pairs(a, b, NAN)
+    else:
+        top = tl.maximum(a, b)
+    return top
+
+
+@triton.jit
+def top_of(top, NAN: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
+    """-> bits of the largest magnitude as f32, i32 [n]; NaN or -1 if NaN is ignored and there is nothing else."""
+    if NATIVE > 0 and not FLUSH:
+        top = _max_pairs(top, _asm1("prmt.b32 $0, $1, $1, 0x1032;", top), NAN) & 0x7FFF0000
+    return top
 
 
 @triton.jit
@@ -62,34 +156,100 @@ def _e2m1_up(y):
 
 
 @triton.jit
-def _e2m1(m, factor, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr):
-    """Bits of f32 magnitudes by the factor of each row -> (``_e2m1_up``, mask of a sign bit at bit 3 or -1 = keep it)."""
-    y = from_bits(m) * factor[:, None]
+def _scaled(m, factor, NATIVE: tl.constexpr):
+    """|m| by the factor of each row, f32; the instruction takes the magnitude for nothing."""
+    f = tl.broadcast_to(factor[:, None], m.shape)
+    if NATIVE > 0:
+        ASM: tl.constexpr = "{ .reg .f32 m; abs.f32 m, $1; mul.rn.f32 $0, m, $2; }"
+        y = tl.inline_asm_elementwise(ASM, "=f,f,f", [m, f], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = from_bits(bits_of(m) & 0x7FFFFFFF) * f
+    return y
+
+
+@triton.jit
+def _e2m1(y, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr):
+    """Scaled magnitudes, f32 -> (``_e2m1_up``, mask of a sign in bit 0, -1 = keep it)."""
     sign = tl.full([], -1, tl.int32)
     if ZERO_SIGN == 1:
-        sign = tl.where((y != 0) if NAN_CODE == 1 else (y > 0), 8, 0)
+        sign = tl.where((y != 0) if NAN_CODE == 1 else (y > 0), 1, 0)
     elif NAN_CODE != 1:
-        sign = tl.where(y == y, 8, 0)
+        sign = tl.where(y == y, 1, 0)
     if NAN_CODE == 2:
         y = tl.where(y == y, y, 0.0)
     return _e2m1_up(_at_most(y, 6.0)), sign
 
 
 @triton.jit
-def pack8_e2m1(w, factor, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, FLUSH: tl.constexpr):
-    """Pairs of bf16, i32 [n, 4], by the factor of each row -> 8 codes, i32 [n]. ZERO_SIGN keep or of_value, any NAN_CODE."""
-    even, odd = magnitudes(w, FLUSH)
-    c_even, s_even = _e2m1(even, factor, ZERO_SIGN, NAN_CODE)
-    c_odd, s_odd = _e2m1(odd, factor, ZERO_SIGN, NAN_CODE)
-    signs = (w >> 12) & 0x00080008
-    if (ZERO_SIGN != 0) or (NAN_CODE != 1):
-        signs = signs & (s_even | (s_odd << 16))
-    # codes at bits 0 and 16; the bits of 0x4B40 stay clear of them
-    a, b, c, d = split4((c_even + c_odd * 65536) | signs)
-    ab, cd = a + b * 256, c + d * 256
-    evens = (ab & 0xFFFF) | (cd << 16)
-    odds = ((ab >> 16) & 0xFFFF) | (cd & -65536)
-    return evens + odds * 16 + 0x4BF74C00  # -16 * 0x8B408B40: what 0x4B40 left in the high halves
+def _signs8(w, NATIVE: tl.constexpr):
+    """Bits 15 and 31 of i32 [n, 4] -> bits 3 and 7 of the four bytes, i32 [n]."""
+    if NATIVE > 0:
+        a, b, c, d = split4(w)
+        ASM: tl.constexpr = """{
+            .reg .b32 p, q, e, o;
+            prmt.b32 p, $1, $2, 0x7351;
+            prmt.b32 q, $3, $4, 0x7351;
+            prmt.b32 e, p, q, 0xDC98;
+            prmt.b32 o, p, q, 0xFEBA;
+            and.b32 o, o, 0x80808080;
+            lop3.b32 $0, e, 0x08080808, o, 0xEA;
+        }"""
+        signs = _asm4(ASM, a, b, c, d)
+    else:
+        a, b, c, d = split4(((w >> 12) & 8) | ((w >> 24) & 128))
+        signs = (a | (b << 8)) | ((c << 16) | (d << 24))
+    return signs
+
+
+#: e2m1 of both halves of a word by a power of two: the lines of ``_e2m1_up`` round to 8 bits at 1.5 * 2^7. The product is exact; below the
+#: smallest bf16 it is not, but there every code is 0. Result: codes at bits 0 and 16 of 0x43404340
+_HALVES: tl.constexpr = tl.constexpr("""{
+    .reg .b32 y, l, m, zero, six, two, one, half, c0, c2, c4;
+    mov.b32 zero, 0x80008000;
+    mov.b32 six, 0x40C040C0;
+    mov.b32 two, 0x40004000;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 half, 0x3F003F00;
+    mov.b32 c0, 0x43404340;
+    mov.b32 c2, 0x43424342;
+    mov.b32 c4, 0x43444344;
+    abs.bf16x2 y, $1;
+    fma.rn.bf16x2 y, y, $2, zero;
+    min.bf16x2 y, y, six;
+    fma.rn.bf16x2 l, y, two, c0;
+    fma.rn.bf16x2 m, y, one, c2;
+    fma.rn.bf16x2 y, y, half, c4;
+    min.bf16x2 l, l, m;
+    min.bf16x2 $0, l, y;
+}""")
+
+
+@triton.jit
+def pack8_e2m1(w, factor, POWER: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
+    """Pairs of bf16, i32 [n, 4], by the factor of each row -> 8 codes, i32 [n]. ZERO_SIGN keep or of_value, any NAN_CODE.
+
+    POWER: the factor is a power of two, zero or NaN.
+    """
+    if NATIVE > 0 and POWER and ZERO_SIGN == 0 and NAN_CODE == 1 and not FLUSH:
+        f = _asm1("prmt.b32 $0, $1, $1, 0x3232;", bits_of(factor))
+        a, b, c, d = split4(_asm2(_HALVES, w, tl.broadcast_to(f[:, None], w.shape)))
+        ab, cd = a + b * 256, c + d * 256  # bytes: even, even, odd, odd
+        codes = _asm2("prmt.b32 $0, $1, $2, 0x5410;", ab, cd) + _asm2("prmt.b32 $0, $1, $2, 0x7632;", ab, cd) * 16
+        codes += 1149715600  # -(0x83408340 + 16 * 0x83838383): what 0x43404340 left in the bytes
+    else:
+        if FLUSH:
+            even, odd = magnitudes(w, FLUSH)
+            even, odd = from_bits(even), from_bits(odd)
+        else:
+            even, odd = _halves(w)
+        c_even, s_even = _e2m1(_scaled(even, factor, NATIVE), ZERO_SIGN, NAN_CODE)
+        c_odd, s_odd = _e2m1(_scaled(odd, factor, NATIVE), ZERO_SIGN, NAN_CODE)
+        if (ZERO_SIGN != 0) or (NAN_CODE != 1):
+            w = w & ((s_even << 15) | (s_odd << 31))
+        a, b, c, d = split4(c_even + c_odd * 16)
+        codes = (a + b * 256) + (c + d * 256) * 65536
+        codes += -1061158912  # -17 * 257 * 0x4B400000: what 1.5 * 2^23 left
+    return codes | _signs8(w, NATIVE)
 
 
 @triton.jit
@@ -101,9 +261,9 @@ def _e4m3_field(m, factor):
 
 
 @triton.jit
-def pack8_e4m3(w, factor, CONVERT: tl.constexpr):
-    """As ``pack8_e2m1``: two words i32 [n] of four e4m3 codes each. CONVERT: by the instruction of SM89 and later."""
-    if CONVERT:
+def pack8_e4m3(w, factor, NATIVE: tl.constexpr):
+    """As ``pack8_e2m1``: two words i32 [n] of four e4m3 codes each."""
+    if NATIVE > 1:
         even, odd = magnitudes(w)
         e0, e1, e2, e3 = split4(from_bits(even) * factor[:, None])
         o0, o1, o2, o3 = split4(from_bits(odd) * factor[:, None])
@@ -125,9 +285,3 @@ def pack8_e4m3(w, factor, CONVERT: tl.constexpr):
         a, b, c, d = split4(codes)
         first, second = a | (b << 16), c | (d << 16)
     return first, second
-
-
-@triton.jit
-def join4(a, b, c, d):
-    """Four [n] -> [n, 4]."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])

@@ -28,6 +28,8 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 
 #: elements a program, compiled and in the interpreter (where a launch costs more than its work)
 TILE, TILE_INTERPRETED = 4096, 1 << 17
+#: (blocks of bf16 pairs, warps) a program: two blocks a thread and a warp for itself; where a thread holds more, one block
+PAIR_BLOCKS, PAIR_BLOCKS_WIDE = (64, 1), (128, 4)
 #: element offsets from here on need 64 bits
 WIDE_FROM = 2**31
 _ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -68,10 +70,9 @@ def quantize_blocks(
     encode_scale: torch.Tensor | None = None,
     scale_layout: Layout | None = None,
     tile: int | None = None,
-    num_warps: int = 4,
+    num_warps: int | None = None,
     activation: Activation | None = None,
     up: torch.Tensor | None = None,
-    split: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``quantize.quantize_blocks``, by Triton; with ``activation`` of ``activation(x, up)``, rounded to x's dtype, in the same pass.
 
@@ -84,7 +85,7 @@ def quantize_blocks(
            in its storage order, padding filled with its fill byte
 
     With ``recipe.nan`` or ``inf`` = "error" the check reads x on the host side once (a synchronisation). Layouts with a word table or
-    nibble units raise LayoutError: their scales go through ``Layout.apply``. ``split``: threads that share a block of bf16 pairs.
+    nibble units raise LayoutError: their scales go through ``Layout.apply``.
     """
     _same_device("quantize", x, global_scale=global_scale, encode_scale=encode_scale, up=up)
     rows, s_mat, s_row, s_k = strides(x)
@@ -97,9 +98,9 @@ def quantize_blocks(
     digits, free, bytes_mat, scale = _scale_storage(x, fmt, scale_layout, mats, rows_mat, blocks_row)
     if not blocks:
         return codes, scale
-    one = torch.ones(1, dtype=torch.float32, device=x.device)
-    g = one if global_scale is None else global_scale.to(torch.float32).reshape(-1)
-    gs = torch.reciprocal(g) if encode_scale is None else encode_scale.to(torch.float32).reshape(-1)
+    # one that is not there is no tensor of ones: its kernel would cost 2 us a call
+    g = None if global_scale is None else global_scale.to(torch.float32).reshape(-1)
+    gs = None if encode_scale is None else encode_scale.to(torch.float32).reshape(-1)
     approx = recipe.reciprocal != "exact"
     flat = s_k == 1 and s_row == k and (mats == 1 or s_mat == rows_mat * k)
     reach = max(codes.numel() * fmt.codes_per_byte, scale.numel(), (mats - 1) * s_mat + (rows_mat - 1) * s_row + (k - 1) * s_k)
@@ -107,27 +108,32 @@ def quantize_blocks(
     other = rows if up is None else strides(up)[0]
     chosen = _constants(fmt, recipe, x.dtype)
     wide = reach >= WIDE_FROM - (tile or TILE_INTERPRETED)
-    pairs = act < 0 and chosen["PAIRS"] and s_k == 1 and (s_row | s_mat) % 2 == 0 and rows.data_ptr() % 4 == 0
-    if tile is None and pairs and not interpreted():
-        size = 32 * num_warps * fmt.block // split
-    else:
-        size = tile or (TILE_INTERPRETED if interpreted() else TILE)
+    both = act > 0 and s_k == 2 and up is not None and up.data_ptr() == x.data_ptr() + x.element_size()
+    aligned = (s_row | s_mat) % 2 == 0 and (rows.data_ptr() | (0 if both else other.data_ptr())) % 4 == 0
+    pairs = chosen["PAIRS"] and (s_k == 1 or both) and aligned
+    blocks_program, warps = TILE // fmt.block, 4
+    if pairs:
+        blocks_program, warps = PAIR_BLOCKS if act < 0 and fmt.codes_per_byte == 2 else PAIR_BLOCKS_WIDE
+    size = tile or (TILE_INTERPRETED if interpreted() else blocks_program * fmt.block)
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
     view = torch.int32 if pairs else torch.int16 if interpreted() and rows.dtype == torch.bfloat16 else rows.dtype
+    if both and pairs:  # gates and ups, one behind the other
+        rows = other = rows.as_strided((mats, rows_mat, 2 * k), (s_mat, s_row, 1))
+    native = _native(x.device) if pairs else 0
     quantize_kernel[(triton.cdiv(blocks, n),)](
-        rows.view(view), rows.view(view) if up is None else other.view(view),
-        codes.view(torch.int32) if pairs else codes, scale, g, gs, rcp_approx_table(x.device) if approx else one, *params,
+        rows.view(view), other.view(view), codes.view(torch.int32) if pairs else codes, scale,
+        scale if g is None else g, scale if gs is None else gs, rcp_approx_table(x.device) if approx else scale, *params,
         blocks, blocks_row, rows_mat, *divider(blocks_row), *divider(rows_mat), s_mat, s_row, s_k, *free, bytes_mat,
-        CONVERT=HARDWARE_E4M3 and pairs and fmt.codes_per_byte == 1 and _has_e4m3(x.device), ONE=mats == 1,
-        SPLIT=split if pairs else 1, N=n, FLAT=flat, WIDE=wide, EXPERTS=g.numel() > 1, DIGITS=digits, num_warps=num_warps,
-        ACT=act, ACT_ROUND=_ROUND[x.dtype], **(chosen | {"PAIRS": pairs}),
+        BOTH=both and pairs, NATIVE=native, ONE=mats == 1, HAS_G=g is not None, HAS_GS=gs is not None,
+        N=n, FLAT=flat, WIDE=wide, EXPERTS=any(t is not None and t.numel() > 1 for t in (g, gs)), DIGITS=digits,
+        ACT=act, ACT_ROUND=_ROUND[x.dtype], num_warps=num_warps or warps, **(chosen | {"PAIRS": pairs}),
     )  # fmt: skip
     return codes, scale
 
 
-#: e4m3 codes by the conversion instruction of SM89 and later: 17.6 -> 6.8 instructions an element of MXFP8. Off: it has been compiled, but
-#: its bytes have not been compared on a device, and the golden rule is integer arithmetic, which the interpreter proves.
-HARDWARE_E4M3 = False
+#: e4m3 codes by the conversion instruction of SM89 and later: 17.6 -> 6.8 instructions an element of MXFP8. benchmarks/quantize.py compares
+#: the bytes with the integer rule's, every bf16 value among them.
+HARDWARE_E4M3 = True
 
 
 @lru_cache(maxsize=4096)
@@ -138,9 +144,13 @@ def divider(d: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _has_e4m3(device: torch.device) -> bool:
-    """Whether the device converts float32 to e4m3 by an instruction: SM89 and later."""
-    return not interpreted() and int(triton.runtime.driver.active.get_current_target().arch) >= 89
+def _capability(device: torch.device) -> int:
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+
+def _native(device: torch.device) -> int:
+    """NATIVE of ``triton_pairs``: what instructions may stand for its integers."""
+    return 0 if interpreted() else 2 if HARDWARE_E4M3 and _capability(device) >= 89 else 1
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from fp4.ref.triton_codes import (
     round_even,
 )
 from fp4.ref.triton_layout import layout_offset
-from fp4.ref.triton_pairs import join4, pack8_e2m1, pack8_e4m3, top_of_pairs
+from fp4.ref.triton_pairs import join4, larger, load_pairs, pack8_e2m1, pack8_e4m3, top_of, top_of_pairs
 
 
 @triton.jit
@@ -41,9 +41,9 @@ def _rcp(x, table, APPROX: tl.constexpr):
 
 
 @triton.jit
-def _load_f32(ptr, mask):
+def _load_f32(ptr):
     """Values as f32; the interpreter's bf16 cast is not exact for subnormals, so there bf16 comes as its bits, i16."""
-    raw = tl.load(ptr, mask=mask, other=0)
+    raw = tl.load(ptr)
     if raw.dtype == tl.int16:
         value = from_bits(raw.to(tl.int32) << 16)
     else:
@@ -241,7 +241,7 @@ def _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE
 def quantize_kernel(
     x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
     blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
-    PAIRS: tl.constexpr, SPLIT: tl.constexpr, CONVERT: tl.constexpr, ONE: tl.constexpr,
+    PAIRS: tl.constexpr, BOTH: tl.constexpr, NATIVE: tl.constexpr, ONE: tl.constexpr, HAS_G: tl.constexpr, HAS_GS: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
     DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
     EMAX: tl.constexpr, SCALE: tl.constexpr,
@@ -253,35 +253,32 @@ def quantize_kernel(
     ACT: tl.constexpr, ACT_ROUND: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
-    part = first * SPLIT + tl.arange(0, N * SPLIT)  # of a block: what a thread holds
-    b = part // SPLIT
-    live = b < blocks
+    b = tl.minimum(first + tl.arange(0, N), blocks - 1)  # those behind the end do the last one again: nothing needs a mask
     mat, row, col = _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
     if FLAT:
-        start = part * (BLOCK // SPLIT)
+        start = b * BLOCK
     else:
-        start = mat.to(b.dtype) * s_mat + row.to(b.dtype) * s_row + col.to(b.dtype) * (s_k * BLOCK) + (part % SPLIT) * (BLOCK // SPLIT)
-    QUADS: tl.constexpr = BLOCK // SPLIT // 8  # of words
+        start = mat.to(b.dtype) * s_mat + row.to(b.dtype) * s_row + col.to(b.dtype) * (s_k * BLOCK)
     if PAIRS:  # a thread holds a whole block, so nothing moves between threads
-        p = x_ptr + (start // 2)[:, None] + tl.arange(0, 4)[None, :]
-        w0 = tl.load(p, mask=live[:, None], other=0)
-        top = top_of_pairs(w0, NAN, FLUSH)
-        if QUADS > 1:
-            w1 = tl.load(p + 4, mask=live[:, None], other=0)
-            top = tl.maximum(top, top_of_pairs(w1, NAN, FLUSH))
-        if QUADS > 2:
-            w2 = tl.load(p + 8, mask=live[:, None], other=0)
-            w3 = tl.load(p + 12, mask=live[:, None], other=0)
-            top = tl.maximum(top, tl.maximum(top_of_pairs(w2, NAN, FLUSH), top_of_pairs(w3, NAN, FLUSH)))
-        if SPLIT > 1:
-            of_block = tl.max(tl.reshape(top, [N, SPLIT]), 1)
-            top = tl.reshape(tl.broadcast_to(of_block[:, None], [N, SPLIT]), [N * SPLIT])
+        place = (start // 2)[:, None] + tl.arange(0, 4)[None, :]
+        p = x_ptr + place
+        u = p + 4 if BOTH else up_ptr + place
+        STEP: tl.constexpr = 8 if BOTH else 4
+        w0 = load_pairs(p, u, p0, p1, p2, ACT, BOTH, NATIVE)
+        w1 = load_pairs(p + STEP, u + STEP, p0, p1, p2, ACT, BOTH, NATIVE)
+        top = larger(top_of_pairs(w0, NAN, FLUSH, NATIVE), top_of_pairs(w1, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
+        if BLOCK == 32:
+            w2 = load_pairs(p + 2 * STEP, u + 2 * STEP, p0, p1, p2, ACT, BOTH, NATIVE)
+            w3 = load_pairs(p + 3 * STEP, u + 3 * STEP, p0, p1, p2, ACT, BOTH, NATIVE)
+            top = larger(top, top_of_pairs(w2, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
+            top = larger(top, top_of_pairs(w3, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
+        top = top_of(top, NAN, FLUSH, NATIVE)
     else:
         e = tl.arange(0, BLOCK)
         step = e if FLAT else e * s_k
-        x = _load_f32(x_ptr + start[:, None] + step[None, :], live[:, None])
+        x = _load_f32(x_ptr + start[:, None] + step[None, :])
         if ACT >= 0:
-            up = _load_f32(up_ptr + start[:, None] + step[None, :], live[:, None]) if ACT > 0 else x
+            up = _load_f32(up_ptr + start[:, None] + step[None, :]) if ACT > 0 else x
             x = _step(activate(x, up, p0, p1, p2, ACT), ACT_ROUND)
         if FLUSH:
             x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
@@ -307,12 +304,9 @@ def quantize_kernel(
             power = tl.where(byte == 0, 0, power)
         factor = from_bits(tl.where(bad, 0x7FC00000, power))
     else:
-        if EXPERTS:
-            g = tl.load(g_ptr + mat, mask=live, other=1.0)
-            gs = tl.load(gs_ptr + mat, mask=live, other=1.0)
-        else:
-            g = tl.load(g_ptr + tl.zeros([1], tl.int32))
-            gs = tl.load(gs_ptr + tl.zeros([1], tl.int32))
+        at = mat if EXPERTS else tl.zeros([1], tl.int32)
+        g = tl.load(g_ptr + at) if HAS_G else tl.full([1], 1.0, tl.float32)
+        gs = tl.load(gs_ptr + at) if HAS_GS else tl.div_rn(1.0, g)
         v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND, FLUSH)
         if SCALE_FLOOR > 0:
             v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
@@ -324,32 +318,26 @@ def quantize_kernel(
     DIVIDE: tl.constexpr = (SCALE != 2) and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3))
     if PAIRS:
         if PACK:
-            q = codes_ptr + (part * QUADS)[:, None]
-            c0 = pack8_e2m1(w0, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-            if QUADS == 1:
-                tl.store(q, c0[:, None], mask=live[:, None])
+            q = codes_ptr + (b * (BLOCK // 8))[:, None]
+            c0 = pack8_e2m1(w0, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+            c1 = pack8_e2m1(w1, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+            if BLOCK == 16:
+                tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1))
             else:
-                c1 = pack8_e2m1(w1, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-                if QUADS == 2:
-                    tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
-                else:
-                    c2 = pack8_e2m1(w2, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-                    c3 = pack8_e2m1(w3, factor, ZERO_SIGN, NAN_CODE, FLUSH)
-                    tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
+                c2 = pack8_e2m1(w2, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+                c3 = pack8_e2m1(w3, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3))
         else:
-            q = codes_ptr + (part * (2 * QUADS))[:, None]
-            c0, c1 = pack8_e4m3(w0, factor, CONVERT)
-            if QUADS == 1:
-                tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1), mask=live[:, None])
-            else:
-                c2, c3 = pack8_e4m3(w1, factor, CONVERT)
-                if QUADS == 2:
-                    tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3), mask=live[:, None])
-                else:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
-                    c4, c5 = pack8_e4m3(w2, factor, CONVERT)
-                    c6, c7 = pack8_e4m3(w3, factor, CONVERT)
-                    words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N * SPLIT, 8])
-                    tl.store(q + tl.arange(0, 8)[None, :], words, mask=live[:, None])
+            q = codes_ptr + (b * (BLOCK // 4))[:, None]
+            c0, c1 = pack8_e4m3(w0, factor, NATIVE)
+            c2, c3 = pack8_e4m3(w1, factor, NATIVE)
+            if BLOCK == 16:
+                tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3))
+            else:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
+                c4, c5 = pack8_e4m3(w2, factor, NATIVE)
+                c6, c7 = pack8_e4m3(w3, factor, NATIVE)
+                words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N, 8])
+                tl.store(q + tl.arange(0, 8)[None, :], words)
     else:
         y = _scaled(x, factor, DIVIDE)
         if PACK and TIE == 0 and ZERO_SIGN == 0 and NAN_CODE == 1 and FOUR_OVER_SIX == 0:
@@ -370,7 +358,7 @@ def quantize_kernel(
             packed = pack_nibbles(code) if PACK else code.to(tl.uint8)
         WIDTH: tl.constexpr = BLOCK // 2 if PACK else BLOCK
         place = (b * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-        tl.store(codes_ptr + place, packed, mask=live[:, None])
+        tl.store(codes_ptr + place, packed)
 
     if len(DIGITS) == 0:
         at = b
@@ -379,7 +367,7 @@ def quantize_kernel(
     else:  # unsigned: divisions by powers of two are single shifts
         at = layout_offset(row, col, RO.to(tl.uint32), CO.to(tl.uint32), DIGITS)
         at = at if ONE else at + mat * bytes_mat.to(tl.uint32)
-    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=live & (part % SPLIT == 0))
+    tl.store(scale_ptr + at, byte.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["groups", "groups_mat"])

@@ -24,8 +24,10 @@ from fp4.layout import Layout
 __all__ = ["Launch", "apply", "arguments", "can", "invert"]
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: bytes moved by one program, and its warps; measured by benchmarks/permute.py
+#: bytes moved by one program, and its warps; with a map of the bits inside a word the arithmetic is the limit, and a warp of its own waits
+#: for no other. Measured by benchmarks/permute.py
 TILE_BYTES, WARPS = 8192, 4
+WORD_TILE_BYTES, WORD_WARPS = 2048, 1
 
 
 @triton.jit
@@ -251,6 +253,11 @@ def can(layout: Layout) -> bool:
     return len(layout.axes) > 0 and plan(layout, 1, TILE_BYTES) is not None
 
 
+def tile(layout: Layout) -> tuple[int, int]:
+    """(bytes, warps) of a program."""
+    return (WORD_TILE_BYTES, WORD_WARPS) if layout.word_program(False).pairs else (TILE_BYTES, WARPS)
+
+
 @dataclass(frozen=True)
 class Launch:
     """Everything of a launch but the tensors: also what a compile-only test needs."""
@@ -335,20 +342,21 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
     return Launch(experts * n_row * n_col, (_INTS[p.item], _INTS[element]), numbers, constants)
 
 
-def _launch(layout: Layout, plain: torch.Tensor, storage: torch.Tensor, inverse: bool, tile_bytes: int, warps: int) -> None:
+def _launch(layout: Layout, plain: torch.Tensor, storage: torch.Tensor, inverse: bool, tile_bytes: int | None, warps: int | None) -> None:
     """plain: u8 [..., rows, columns] contiguous; storage: u8, contiguous."""
     if not (plain if inverse else storage).numel():
         return
     if plain.numel() == 0:  # nothing but padding
         storage.fill_(layout.fill)
         return
-    c = arguments(layout, tuple(plain.shape), _gcd16(plain.data_ptr(), storage.data_ptr()), inverse, tile_bytes)
+    size, own = tile(layout)
+    c = arguments(layout, tuple(plain.shape), _gcd16(plain.data_ptr(), storage.data_ptr()), inverse, tile_bytes or size)
     if c.programs >= 2**31:
         raise LayoutError(f"permute kernel: {c.programs} tiles for shape {list(plain.shape)}; need fewer than 2^31, pass fewer experts")
-    _permute_kernel[(c.programs,)](plain.view(c.views[0]), storage.view(c.views[1]), *c.numbers, **c.constants, num_warps=warps)
+    _permute_kernel[(c.programs,)](plain.view(c.views[0]), storage.view(c.views[1]), *c.numbers, **c.constants, num_warps=warps or own)
 
 
-def apply(layout: Layout, x: torch.Tensor, *, tile_bytes: int = TILE_BYTES, warps: int = WARPS) -> torch.Tensor:
+def apply(layout: Layout, x: torch.Tensor, *, tile_bytes: int | None = None, warps: int | None = None) -> torch.Tensor:
     """As ``Layout.apply`` for u8 [..., rows, columns]; every byte of the result is written, padding as ``fill``."""
     g = layout.geometry(x.shape)
     layout.check_words(g)
@@ -357,7 +365,9 @@ def apply(layout: Layout, x: torch.Tensor, *, tile_bytes: int = TILE_BYTES, warp
     return y
 
 
-def invert(layout: Layout, flat: torch.Tensor, shape: tuple[int, ...], *, tile_bytes: int = TILE_BYTES, warps: int = WARPS) -> torch.Tensor:
+def invert(
+    layout: Layout, flat: torch.Tensor, shape: tuple[int, ...], *, tile_bytes: int | None = None, warps: int | None = None
+) -> torch.Tensor:
     """As ``Layout.invert`` for flat u8 storage."""
     layout.check_words(layout.geometry(shape))
     x = torch.empty(shape, dtype=torch.uint8, device=flat.device)
