@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp4 import check
 from fp4.errors import FormatMismatch, unknown
 from fp4.formats import E4M3
 
@@ -62,10 +63,7 @@ class Encode:
 
 
 def _bytes(name: str, x: torch.Tensor) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor) or x.element_size() != 1 or x.dtype == torch.bool:
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise FormatMismatch(f"encode {name}: scale is {got}; need raw bytes (uint8)")
-    return x.view(torch.uint8)
+    return check.raw_bytes(f"encode {name}", "scale", x)
 
 
 def _refuse(name: str, x: torch.Tensor, bad: torch.Tensor, why: str) -> None:

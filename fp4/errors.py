@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "BackendUnavailable",
@@ -17,7 +18,27 @@ __all__ = [
     "LayoutError",
     "LayoutMismatch",
     "Unsupported",
+    "shown",
+    "unknown",
 ]
+
+
+def shown(value: Any) -> str:
+    """``value`` as a message shows it: on one line, at most 80 characters. A tensor or array by dtype and shape: its values may be many,
+    and on another device.
+
+    >>> shown("nvfp5"), shown([1, 2])
+    ("'nvfp5'", '[1, 2]')
+    """
+    try:
+        if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type):
+            return f"a {type(value).__name__} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        if isinstance(value, int) and value.bit_length() > 256:
+            return f"an integer of {value.bit_length()} bits"
+        text = " ".join(repr(value).split())
+    except Exception:  # whose own repr or shape fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def unknown(name: object, names: Iterable[str], listed_by: str) -> str:
@@ -28,10 +49,10 @@ def unknown(name: object, names: Iterable[str], listed_by: str) -> str:
     "'sf128x4' is not known; did you mean 'sf_128x4'? fp4.layouts.names() lists all 7"
     """
     by_lower = {n.lower(): n for n in names}
-    near = [by_lower[n] for n in difflib.get_close_matches(str(name)[:80].lower(), by_lower, 3, 0.6)]
+    near = [by_lower[n] for n in difflib.get_close_matches(name[:80].lower(), by_lower, 3, 0.6)] if isinstance(name, str) else []
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     rest = f"need one of {', '.join(by_lower.values())}" if len(by_lower) <= 6 else f"{listed_by} lists all {len(by_lower)}"
-    return f"{str(name)[:80]!r} is not known; {hint}{rest}"
+    return f"{shown(name)} is not known; {hint}{rest}"
 
 
 class Fp4Error(ValueError):

@@ -10,14 +10,16 @@ with the experts (sglang#36597, vllm#49949).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from fp4.errors import FormatMismatch, Unsupported
+from fp4 import check
+from fp4.errors import FormatMismatch, Unsupported, shown
 from fp4.formats import E4M3
-from fp4.tensor import QuantizedTensor, refuse_extras
+from fp4.tensor import GATE_UP_ORDERS, QuantizedTensor, refuse_extras
 
 __all__ = ["expert_range", "fold_gate_up", "fuse", "rescale", "shard", "shard_bias", "slice_experts", "split_sizes", "stack"]
 
@@ -51,13 +53,27 @@ def _scale_of(q: QuantizedTensor) -> torch.Tensor:
     return torch.ones((), device=q.device) if q.global_scale is None else q.global_scale
 
 
+def _tensors(where: str, given: Any) -> tuple[QuantizedTensor, ...]:
+    """``given`` as a tuple of QuantizedTensor, at least one, all on one device."""
+    if not isinstance(given, Iterable) or isinstance(given, (torch.Tensor, str, bytes, Mapping)):
+        raise FormatMismatch(f"{where}: got {shown(given)}; need a list of QuantizedTensor")
+    out = tuple(given)
+    if not out:
+        raise FormatMismatch(f"{where}: no tensors; need at least one")
+    for i, q in enumerate(out):
+        if not isinstance(q, QuantizedTensor):
+            raise FormatMismatch(f"{where}: item {i} is {shown(q)}; need a QuantizedTensor")
+        if q.device != out[0].device:
+            raise FormatMismatch(f"{where}: item {i} is on {q.device}, item 0 on {out[0].device}; move all to one device")
+    return out
+
+
 def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Concatenate along rows: ``[n_i, k]`` -> ``[sum n_i, k]`` with one global scale, value for value equal to the parts.
 
     Raises Unsupported when no exact common global scale exists; keep the parts apart then (one ``prepare`` each).
     """
-    if not parts:
-        raise FormatMismatch("fuse: no tensors; need at least one")
+    parts = _tensors("fuse", parts)
     refuse_extras("fuse", *parts)
     first = parts[0]
     for q in parts[1:]:
@@ -100,8 +116,7 @@ def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     activation scale is kept as ``[experts]`` when every expert has one. Raises FormatMismatch when formats or shapes differ, when a
     part has an expert dimension already, or when only some parts have a global or an activation scale.
     """
-    if not experts:
-        raise FormatMismatch("stack: no tensors; need at least one")
+    experts = _tensors("stack", experts)
     refuse_extras("stack", *experts)
     first = experts[0]
     for i, q in enumerate(experts):
@@ -151,7 +166,8 @@ def fold_gate_up(w13: QuantizedTensor, scales: torch.Tensor, order: str) -> tupl
 
 
 def split_sizes(blocks: int, size: int) -> list[int]:
-    """Blocks an each rank, as even as possible, the first ranks one more: 5 blocks over 4 ranks -> [2, 1, 1, 1]."""
+    """Blocks of each rank, as even as possible, the first ranks one more: 5 blocks over 4 ranks -> [2, 1, 1, 1]."""
+    blocks, size = check.whole("split_sizes", "blocks", blocks, 0), check.whole("split_sizes", "size", size, 1)
     return [blocks // size + (r < blocks % size) for r in range(size)]
 
 
@@ -176,6 +192,13 @@ def _take(t: torch.Tensor, dim: int, groups: int, start: int, length: int) -> to
     return torch.cat([t.narrow(dim, g * per + start, length) for g in range(groups)], dim)
 
 
+def _cut(where: str, dim: Any, rank: Any, size: Any, gate_up: Any, unit: Any) -> tuple[int, int, int]:
+    """(rank, size, unit) of a cut. A misspelt ``dim`` or ``gate_up`` must not become another cut, nor rank -1 the last one."""
+    check.choice(where, "dim", dim, ("n", "k"))
+    check.choice(where, "gate_up", gate_up, GATE_UP_ORDERS, optional=True)
+    return *check.share(where, "(rank, size)", (rank, size)), check.whole(where, "unit", unit, 1)
+
+
 def shard(
     q: QuantizedTensor, dim: str, rank: int, size: int, *, uneven: bool = False, gate_up: str | None = None, unit: int = 1
 ) -> QuantizedTensor:
@@ -185,10 +208,9 @@ def shard(
     ``unit`` rows. K splits only between blocks. An uneven split is refused unless ``uneven``, which gives the first ranks one unit or
     block more. Concatenated shards are the original; partial outputs of "k" shards add up to the whole.
     """
-    if dim not in ("n", "k"):
-        raise FormatMismatch(f"shard: dim is {dim!r}; need 'n' or 'k'")
-    if not 0 <= rank < size:
-        raise FormatMismatch(f"shard: rank {rank} is outside [0, {size})")
+    if not isinstance(q, QuantizedTensor) or q.codes.ndim < 2:
+        raise FormatMismatch(f"shard: got {shown(q)}; need a QuantizedTensor [(experts,) n, k]")
+    rank, size, unit = _cut("shard", dim, rank, size, gate_up, unit)
     refuse_extras("shard", q)
     if dim == "n":
         part = _rows(q.codes.shape[-2], gate_up or q.gate_up, rank, size, unit, uneven)
@@ -213,8 +235,11 @@ def shard_bias(
     bias: torch.Tensor | None, dim: str, rank: int, size: int, *, uneven: bool = False, gate_up: str | None = None, unit: int = 1
 ) -> torch.Tensor | None:
     """The bias ``[(experts,) n]`` of a shard: like the rows for "n"; for "k" whole on rank 0, None elsewhere, so that sums hold it once."""
+    rank, size, unit = _cut("shard_bias", dim, rank, size, gate_up, unit)
     if bias is None:
         return None
+    if check.dense("shard_bias", "bias", bias).ndim < 1 or not bias.is_floating_point():
+        raise FormatMismatch(f"shard_bias: bias is {shown(bias)}; need floating point [(experts,) n]")
     if dim == "k":
         return bias if rank == 0 else None
     return _take(bias, -1, *_rows(bias.shape[-1], gate_up, rank, size, unit, uneven))
@@ -222,14 +247,19 @@ def shard_bias(
 
 def expert_range(experts: int, rank: int, size: int) -> tuple[int, int]:
     """[start, stop) of an expert-parallel rank; the first ranks hold one more when ``experts % size``."""
-    if not 0 <= rank < size or size > experts:
-        raise FormatMismatch(f"expert_range: rank {rank} of {size} over {experts} experts; need 0 <= rank < size <= experts")
-    sizes = split_sizes(experts, size)
-    start = sum(sizes[:rank])
-    return start, start + sizes[rank]
+    experts = check.whole("expert_range", "experts", experts, 1)
+    rank, size = check.share("expert_range", "ep", (rank, size))
+    if size > experts:
+        raise FormatMismatch(f"expert_range: {shown(experts)} experts over {shown(size)} ranks; need 0 <= rank < size <= experts")
+    start, stop = (r * (experts // size) + min(r, experts % size) for r in (rank, rank + 1))
+    return start, stop
 
 
 def slice_experts(q: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     """Experts [start, stop): codes, scales and every per-expert second-level scale (sglang#36597)."""
+    if not isinstance(q, QuantizedTensor) or q.codes.ndim < 3:
+        raise FormatMismatch(f"slice_experts: got {shown(q)}; need a QuantizedTensor [experts, n, k]")
+    stop = check.whole("slice_experts", "stop", stop, 0, q.codes.shape[0])
+    start = check.whole("slice_experts", "start", start, 0, stop)
     second = {n: None if (t := getattr(q, n)) is None else (t[start:stop] if t.ndim else t) for n in ("global_scale", "input_scale")}
     return replace(q, codes=q.codes[start:stop], scale=q.scale[start:stop], shape=(), axis=-1, source={}, **second)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp4 import env, formats
+from fp4 import check, env, formats
 from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch
 from fp4.formats import Format
 from fp4.gpu import registry
@@ -24,7 +24,8 @@ from fp4.tensor import QuantizedTensor
 __all__ = ["explain", "matmul", "moe", "prepare", "prepare_moe", "warmup"]
 
 _INTS = (torch.int32, torch.int64)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+#: rows of one call that ``warmup`` runs: more than any engine's batch of tokens, and still memory that a device has
+_ROWS = 1 << 20
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
@@ -66,8 +67,8 @@ def _handle(w: Prepared | PreparedMoE) -> int:
 
 def _need_tensors(where: str, **given: Any) -> None:
     for name, t in given.items():
-        if not isinstance(t, torch.Tensor) and not (t is None and name == "bias"):
-            raise FormatMismatch(f"{where}: {name} is {type(t).__name__}; need a torch.Tensor")
+        if not (t is None and name == "bias"):
+            check.dense(where, name, t)
 
 
 def _not_prepared(where: str, w: Any, how: str) -> Fp4Error:
@@ -80,23 +81,28 @@ def _not_prepared(where: str, w: Any, how: str) -> Fp4Error:
 
 def _matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None, out_dtype: torch.dtype | None) -> torch.Tensor:
     n, k = w.shape
-    if x.device != w.device or x.dtype not in w.act_dtypes or x.ndim == 0 or x.shape[-1] != k:
+    if (
+        x.device != w.device
+        or x.layout is not torch.strided
+        or x.is_nested
+        or x.dtype not in w.act_dtypes
+        or x.ndim == 0
+        or x.shape[-1] != k
+    ):
         raise _bad_x("matmul", x, w, k)
     if bias is not None:
         _need_tensors("matmul", bias=bias)
-        if bias.shape != (n,) or bias.device != x.device or bias.dtype not in _FLOATS:
+        if bias.shape != (n,) or bias.device != x.device or bias.dtype not in check.FLOATS:
             got = f"bias is {bias.dtype} {list(bias.shape)} on {bias.device}"
             raise FormatMismatch(f"matmul: {got}; need float32, bfloat16 or float16 [{n}] on {x.device}")
         bias = bias.contiguous()  # kernels read n elements from its address
-    if out_dtype is not None and out_dtype not in _FLOATS:
-        raise _bad_out("matmul", out_dtype)
+    if out_dtype is not None:
+        check.float_dtype("matmul", "out_dtype", out_dtype)
     call = w._call or w.bind()  # type: ignore[attr-defined]
     if x.ndim == 2 and x.is_contiguous():
         if x.shape[0]:
             return call(x, bias, out_dtype or x.dtype)  # type: ignore[no-any-return]
         return x.new_empty((0, n), dtype=out_dtype)
-    if x.layout is not torch.strided:
-        raise FormatMismatch(f"matmul: x is a {str(x.layout).removeprefix('torch.')} tensor; need a dense one, x.to_dense()")
     flat = x.reshape(x.shape[:-1].numel(), k).contiguous()
     y = call(flat, bias, out_dtype or x.dtype) if flat.shape[0] else flat.new_empty((0, n), dtype=out_dtype or x.dtype)
     return y.view(*x.shape[:-1], n)  # type: ignore[no-any-return]
@@ -106,11 +112,18 @@ def _moe(
     x: torch.Tensor, ex: PreparedMoE, ids: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype | None, in_op: bool = False
 ) -> torch.Tensor:
     hidden, experts = ex.shape[1], ex.experts
-    if x.device != ex.device or x.dtype not in ex.act_dtypes or x.ndim != 2 or x.shape[1] != hidden:
+    if (
+        x.device != ex.device
+        or x.layout is not torch.strided
+        or x.is_nested
+        or x.dtype not in ex.act_dtypes
+        or x.ndim != 2
+        or x.shape[1] != hidden
+    ):
         raise _bad_x("moe", x, ex, hidden)
     _need_tensors("moe", topk_ids=ids, topk_weights=weights)
-    if out_dtype is not None and out_dtype not in _FLOATS:
-        raise _bad_out("moe", out_dtype)
+    if out_dtype is not None:
+        check.float_dtype("moe", "out_dtype", out_dtype)
     if (
         ids.ndim != 2
         or ids.shape != weights.shape
@@ -139,11 +152,8 @@ def _moe(
     return call(x.contiguous(), ids.contiguous(), weights.contiguous(), out_dtype or x.dtype)  # type: ignore[no-any-return]
 
 
-def _bad_out(where: str, out_dtype: Any) -> Fp4Error:
-    return FormatMismatch(f"{where}: out_dtype is {out_dtype}; need torch.float32, torch.bfloat16 or torch.float16")
-
-
 def _bad_x(where: str, x: torch.Tensor, w: Prepared | PreparedMoE, k: int) -> Fp4Error:
+    check.dense(where, "x", x)
     if x.device != w.device:
         return LayoutMismatch(
             f"{where}: x is on {x.device}, the weight was prepared on {w.device}; move x, or prepare again there: "
@@ -218,8 +228,8 @@ def explain(
     fmt = formats.get(format)
     for name in ("n", "k", "experts", "hidden", "intermediate", "topk"):
         value = sizes.get(name)
-        if value is not None and (type(value) is not int or not 0 < value < 1 << 63):
-            raise FormatMismatch(f"explain: {name} is {value!r}; need a positive 64-bit number, or None when it is not known")
+        if value is not None:
+            check.whole("explain", name, value, 1, (1 << 63) - 1)
         if value is not None and name in ("k", "hidden", "intermediate") and value % fmt.block:
             raise FormatMismatch(f"explain: {name} is {value}; {fmt} needs a multiple of its block {fmt.block}")
     if (sizes.get("topk") or 0) > (sizes.get("experts") or 1 << 63):
@@ -233,7 +243,8 @@ def warmup(w: Prepared | PreparedMoE, m_max: int = 256, topk: int | None = None)
     """Compile and allocate what calls with up to ``m_max`` rows need, so that the first real call, or a graph capture, finds it done."""
     if not isinstance(w, (Prepared, PreparedMoE)):
         raise _not_prepared("warmup", w, "fp4.prepare(w)")
-    m_max = max(m_max, 1)
+    m_max = max(check.whole("warmup", "m_max", m_max, 0, _ROWS), 1)
+    topk = None if topk is None else check.whole("warmup", "topk", topk, 1, w.problem.experts)
     own = getattr(registry.get(w.backend), "warmup", None)
     if own is not None and own(w, m_max) is not False:
         return

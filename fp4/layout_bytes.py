@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from fp4.errors import LayoutError
+from fp4 import check
+from fp4.errors import LayoutError, shown
 from fp4.layout_spec import WordProgram
 
 __all__ = ["ByteRange", "Reason", "as_bytes", "as_storage", "checked_index", "map_words", "whole", "whole_list"]
@@ -48,13 +48,8 @@ class Reason:
 
 
 def whole(where: str, value: Any, what: str) -> int:
-    """``value`` as an int. Raises LayoutError for what is not a whole number: 2.5 rows must not become 2, nor a string a number."""
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        return operator.index(value)
-    except (TypeError, ValueError):
-        raise LayoutError(f"{where}: {what} is {str(value)[:80]!r}; need a whole number") from None
+    """``value`` as an int, or LayoutError."""
+    return check.whole(where, what, value, error=LayoutError)
 
 
 def whole_list(where: str, values: Any, what: str) -> tuple[int, ...]:
@@ -62,7 +57,7 @@ def whole_list(where: str, values: Any, what: str) -> tuple[int, ...]:
     try:
         items = () if isinstance(values, (str, bytes)) else tuple(values)
     except TypeError:
-        raise LayoutError(f"{where}: {what} is {str(values)[:80]!r}; need a sequence of whole numbers") from None
+        raise LayoutError(f"{where}: {what} is {shown(values)}; need a sequence of whole numbers") from None
     return tuple(whole(where, v, what) for v in items)
 
 
@@ -93,9 +88,7 @@ def as_bytes(where: str, x: Any) -> tuple[torch.Tensor, bool]:
         return torch.from_numpy(np.ascontiguousarray(x).view(np.uint8)), True
     if not isinstance(x, torch.Tensor):
         raise LayoutError(f"{where}: input is {type(x).__name__}; need a torch tensor or a numpy array of bytes")
-    if x.element_size() != 1 or x.dtype == torch.bool:
-        raise LayoutError(f"{where}: input has dtype {x.dtype}; need raw bytes, pass x.view(torch.uint8)")
-    return x.view(torch.uint8), False
+    return check.raw_bytes(where, "input", x, LayoutError), False
 
 
 def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
@@ -103,6 +96,8 @@ def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
     numpy = isinstance(y, np.ndarray)
     if not numpy and not isinstance(y, torch.Tensor):
         raise LayoutError(f"{where}: storage is {type(y).__name__}; need a torch tensor or a numpy array")
+    if not numpy:
+        check.dense(where, "storage", y, error=LayoutError)
     if not (y.flags.c_contiguous if numpy else y.is_contiguous()):
         raise LayoutError(f"{where}: storage has strides; bytes are read in memory order, pass the contiguous storage tensor")
     if numpy and y.dtype.hasobject:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fp4 import formats
+from fp4 import check, formats
 from fp4 import layouts as catalogue
 from fp4 import recipe as recipe_module
-from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch
+from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, shown
 from fp4.formats import Format
 from fp4.layout import Layout
 from fp4.library import byte_shape, dequantize_last, quantize_into, quantize_last, straight
@@ -25,22 +25,16 @@ from fp4.tensor import QuantizedTensor
 
 __all__ = ["Stored", "StoredQuantized", "dequantize", "fake_quantize", "quantize", "to_layout"]
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def _check_input(x: Any, fmt: Format, axis: int, where: str) -> torch.Tensor:
     """x with the quantised axis last. Raises FormatMismatch with the way out."""
-    if not isinstance(x, torch.Tensor):
-        raise FormatMismatch(f"{where}: x is {type(x).__name__}; need a torch.Tensor")
-    if x.dtype not in _FLOATS:
+    check.dense(where, "x", x)
+    if x.dtype not in check.FLOATS:
         hint = "round it to float32 yourself, so that the loss is visible" if x.dtype == torch.float64 else "convert it"
         raise FormatMismatch(f"{where}: x is {x.dtype}; need float32, bfloat16 or float16; {hint}")
-    if x.layout != torch.strided:
-        raise FormatMismatch(f"{where}: x is {x.layout}; need a dense tensor; call x.to_dense()")
     if x.ndim == 0:
         raise FormatMismatch(f"{where}: x is a scalar; need at least one dimension, of a multiple of {fmt.block} elements")
-    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
-        raise FormatMismatch(f"{where}: axis {axis} is outside shape {list(x.shape)}")
+    axis = check.axis(where, axis, x.shape)
     k = x.shape[axis]
     if k == 0:
         raise FormatMismatch(f"{where}: axis {axis} of shape {list(x.shape)} is empty; need at least one block of {fmt.block} elements")
@@ -48,7 +42,8 @@ def _check_input(x: Any, fmt: Format, axis: int, where: str) -> torch.Tensor:
         up = -(-k // fmt.block) * fmt.block
         other = "" if x.ndim < 2 else ", or pass another axis"
         raise FormatMismatch(f"{where}: k = {k} is not a multiple of the {fmt} block {fmt.block}; pad k to {up} with zeros{other}")
-    return x.movedim(axis, -1)
+    last: torch.Tensor = x.movedim(axis, -1)
+    return last
 
 
 def _second_level(value: Any, name: str, x: torch.Tensor, fmt: Format, where: str) -> torch.Tensor | None:
@@ -56,19 +51,21 @@ def _second_level(value: Any, name: str, x: torch.Tensor, fmt: Format, where: st
     if value is None:
         return None
     if not fmt.tensor_scale:
-        raise FormatMismatch(f"{where}: {fmt} has no global scale, got {name}={value!r}; multiply the result instead")
+        raise FormatMismatch(f"{where}: {fmt} has no global scale, got {name}={shown(value)}; multiply the result instead")
     if isinstance(value, float):
         if not 2.0**-150 < value < 2.0**128 - 2.0**103:  # what rounds to zero or to infinity
             raise FormatMismatch(f"{where}: {name} is {value:g}; need positive finite float32 numbers")
         value = torch.full((), value, dtype=torch.float32, device=x.device)  # filled there: a copy from the host ends a graph capture
-    if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
-        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise FormatMismatch(f"{where}: {name} is {got}; need a float32 multiplier, [] or [experts] (bfloat16 and float16 are widened)")
+    if not isinstance(value, torch.Tensor) or value.dtype not in check.FLOATS:
+        raise FormatMismatch(
+            f"{where}: {name} is {shown(value)}; need a float32 multiplier, [] or [experts] (bfloat16 and float16 are widened)"
+        )
+    check.dense(where, name, value, x.device)
     if not torch.compiler.is_compiling() and type(value) is torch.Tensor and value.device.type == "cpu":  # on a GPU: a synchronisation
         wide = value.to(torch.float32)
         if not bool(((wide > 0) & (wide < torch.inf)).all()):
-            shown = f"{float(wide):g}" if wide.numel() == 1 else str([float(f"{v:g}") for v in wide.flatten()[:4].tolist()])
-            raise FormatMismatch(f"{where}: {name} is {shown}; need positive finite float32 numbers")
+            got = f"{float(wide):g}" if wide.numel() == 1 else str([float(f"{v:g}") for v in wide.flatten()[:4].tolist()])
+            raise FormatMismatch(f"{where}: {name} is {got}; need positive finite float32 numbers")
     scale: torch.Tensor = value.to(device=x.device, dtype=torch.float32)
     if scale.numel() == 1:
         return scale.reshape(())
@@ -92,7 +89,7 @@ def _arguments(
     per_expert = isinstance(global_scale, str)
     if per_expert and (global_scale != "per_expert" or not fmt.tensor_scale or last.ndim < 3):
         raise FormatMismatch(
-            f"{where}: global_scale is {global_scale!r} for {fmt} {list(x.shape)}; "
+            f"{where}: global_scale is {shown(global_scale)} for {fmt} {list(x.shape)}; "
             "need a multiplier, None, or 'per_expert' with x [experts, .., k]"
         )
     g = None if per_expert else _second_level(global_scale, "global_scale", last, fmt, where)
@@ -178,8 +175,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     if not isinstance(q, QuantizedTensor):
         hint = "call .restore() first" if isinstance(q, StoredQuantized) else "build one with fp4.QuantizedTensor(...)"
         raise FormatMismatch(f"dequantize: got {type(q).__name__}; need a QuantizedTensor; {hint}")
-    if not isinstance(dtype, torch.dtype) or dtype not in _FLOATS:
-        raise FormatMismatch(f"dequantize: dtype is {dtype}; need torch.float32, bfloat16 or float16")
+    check.float_dtype("dequantize", "dtype", dtype)
     op = dequantize_last if straight(q.codes) else torch.ops.fp4.dequantize
     out: torch.Tensor = op(q.codes, q.scale, q.global_scale, q.format.name, dtype)
     return out.movedim(-1, q.axis)
@@ -239,9 +235,7 @@ def to_layout(t: torch.Tensor | Stored, layout: Layout | str) -> Stored:
         )
     if not isinstance(t, torch.Tensor):
         raise FormatMismatch(f"to_layout: got {type(t).__name__}; need a byte tensor such as q.scale or q.codes")
-    if t.element_size() != 1 or t.dtype == torch.bool:
-        raise FormatMismatch(f"to_layout: dtype is {t.dtype}; need raw bytes (uint8 or an 8-bit float)")
-    t = t.view(torch.uint8)
+    t = check.raw_bytes("to_layout", "t", t)
     shape = tuple(t.shape)
     if _catalogued(order) and len(shape) >= 2 and t.numel():
         data = torch.ops.fp4.to_layout(t, order.name)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fp4 import formats
+from fp4 import check, formats
 from fp4.errors import Fp4Error, LayoutMismatch
 from fp4.formats import Format
 from fp4.gpu import storage
@@ -209,8 +209,8 @@ class _Base:
 
         ``dim``: "n" (rows) or "k" (columns). Byte ranges are those of one expert; scales follow their own layout.
         """
-        if dim not in ("n", "k"):
-            raise Fp4Error(f"shards: dim is {dim!r}; need 'n' or 'k'")
+        check.choice("shards", "dim", dim, ("n", "k"))
+        size = check.whole("shards", "size", size, 1)
         out = {}
         for prefix, about in self.logical.items():
             for part in ("codes", "scale"):

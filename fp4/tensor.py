@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fp4 import formats
-from fp4.errors import FormatMismatch
+from fp4 import check, formats
+from fp4.errors import FormatMismatch, shown
 from fp4.formats import Format
 
 __all__ = ["EXTRAS", "GATE_UP_ORDERS", "QuantizedTensor", "check_second_level", "refuse_extras"]
@@ -61,30 +60,25 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         fmt = formats.get(self.format)
         object.__setattr__(self, "format", fmt)
+        for name in ("source", "extras"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping):
+                raise FormatMismatch(f"QuantizedTensor: {name} is {shown(given)}; need a dict, empty when there is nothing to say")
         where = f"QuantizedTensor {self.source.get('name', '')}".rstrip()
         for name in ("codes", "scale"):
-            t = getattr(self, name)
-            if not isinstance(t, torch.Tensor):
-                raise FormatMismatch(f"{where}: {name} is {type(t).__name__}; need a uint8 torch.Tensor")
-            if t.dtype != torch.uint8:
-                if t.element_size() != 1 or t.dtype in (torch.bool,):
-                    raise FormatMismatch(f"{where}: {name} has dtype {t.dtype}; need raw bytes (uint8 or an 8-bit dtype)")
-                object.__setattr__(self, name, t.view(torch.uint8))
+            object.__setattr__(self, name, check.raw_bytes(where, name, getattr(self, name)))
         codes, scale = self.codes, self.scale
         if codes.ndim < 1:
             raise FormatMismatch(f"{where}: codes is a scalar; need [..., k / {fmt.codes_per_byte}]")
         k = codes.shape[-1] * fmt.codes_per_byte
         moved = (*codes.shape[:-1], k)
-        if not self.shape:
+        if self.shape is None or (isinstance(self.shape, (tuple, list)) and not self.shape):
             object.__setattr__(self, "shape", moved)
-        try:
-            shape = tuple(int(operator.index(n)) for n in self.shape)
-            operator.index(self.axis)
-        except TypeError:
-            raise FormatMismatch(f"{where}: shape is {self.shape!r} and axis {self.axis!r}; need whole numbers") from None
+        if not isinstance(self.shape, (tuple, list)):
+            raise FormatMismatch(f"{where}: shape is {shown(self.shape)}; need a tuple of whole numbers")
+        shape = tuple(check.whole(where, f"shape[{i}]", n, 0) for i, n in enumerate(self.shape))
         object.__setattr__(self, "shape", shape)
-        if not -len(shape) <= self.axis < len(shape):
-            raise FormatMismatch(f"{where}: axis {self.axis} is outside shape {shape}")
+        object.__setattr__(self, "axis", check.axis(where, self.axis, shape))
         axis = self.axis % len(shape)
         last = (*shape[:axis], *shape[axis + 1 :], shape[axis])
         if last != moved:
@@ -102,18 +96,17 @@ class QuantizedTensor:
         for name in ("global_scale", "input_scale"):
             self._check_second_level(where, name)
         self._check_extras(where)
-        if self.gate_up is not None and self.gate_up not in GATE_UP_ORDERS:
-            raise FormatMismatch(f"{where}: gate_up is {self.gate_up!r}; need one of {', '.join(GATE_UP_ORDERS)} or None")
+        check.choice(where, "gate_up", self.gate_up, GATE_UP_ORDERS, optional=True)
 
     def _check_second_level(self, where: str, name: str) -> None:
         t = getattr(self, name)
         if t is None:
             return
-        if isinstance(t, (int, float)):
+        if isinstance(t, float) or (isinstance(t, int) and not isinstance(t, bool) and abs(t) < 1 << 128):
             t = torch.tensor(float(t), dtype=torch.float32, device=self.codes.device)
         if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
-            got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
-            raise FormatMismatch(f"{where}: {name} is {got}; need a float32 multiplier, [] or [experts]")
+            raise FormatMismatch(f"{where}: {name} is {shown(t)}; need a float32 multiplier, [] or [experts]")
+        check.dense(where, name, t, self.codes.device)
         if t.dtype != torch.float32:
             if t.dtype == torch.float64:
                 raise FormatMismatch(f"{where}: {name} is float64; need float32, round it yourself so that the loss is visible")
@@ -131,12 +124,12 @@ class QuantizedTensor:
         object.__setattr__(self, name, t)
 
     def _check_extras(self, where: str) -> None:
-        if unknown := sorted(set(self.extras) - set(EXTRAS)):
-            raise FormatMismatch(f"{where}: extras holds {', '.join(map(repr, unknown))}; need one of {', '.join(EXTRAS)}")
+        if unknown := [name for name in self.extras if name not in EXTRAS]:
+            raise FormatMismatch(f"{where}: extras holds {', '.join(map(shown, unknown))}; need one of {', '.join(EXTRAS)}")
         if ("lora_a" in self.extras) != ("lora_b" in self.extras):
             raise FormatMismatch(f"{where}: extras holds one of lora_a and lora_b; need both")
-        if bad := [name for name, t in self.extras.items() if not isinstance(t, torch.Tensor)]:
-            raise FormatMismatch(f"{where}: {bad[0]} of extras is {type(self.extras[bad[0]]).__name__}; need a torch.Tensor")
+        for name, t in self.extras.items():
+            check.dense(where, f"{name} of extras", t, self.codes.device)
         object.__setattr__(self, "extras", {name: t.to(self.codes.device) for name, t in self.extras.items()})
 
     def bare(self) -> QuantizedTensor:

@@ -90,9 +90,9 @@ CALLS: dict[str, tuple[Callable[[Prepared, PreparedMoE], Any], str]] = {
     "bias list": (lambda w, e: fp4.matmul(X, w, [0.0] * 48), "matmul: bias is list"),  # type: ignore[arg-type]
     "bias float64": (lambda w, e: fp4.matmul(X, w, torch.zeros(48, dtype=torch.float64)), "bias is torch.float64"),
     "bias fp8": (lambda w, e: fp4.matmul(X, w, torch.zeros(48).to(torch.float8_e4m3fn)), "need float32, bfloat16 or float16"),
-    "sparse x": (lambda w, e: fp4.matmul(X.to_sparse(), w), r"x is a sparse_coo tensor; need a dense one"),
+    "sparse x": (lambda w, e: fp4.matmul(X.to_sparse(), w), r"x is a sparse_coo tensor; need a dense tensor"),
     "out_dtype": (lambda w, e: fp4.matmul(X, w, out_dtype=torch.int8), "out_dtype is torch.int8; need torch.float32"),
-    "out_dtype name": (lambda w, e: fp4.matmul(X, w, out_dtype="float32"), "out_dtype is float32; need torch.float32"),  # type: ignore[arg-type]
+    "out_dtype name": (lambda w, e: fp4.matmul(X, w, out_dtype="float32"), "out_dtype is 'float32'; need torch.float32"),  # type: ignore[arg-type]
     "moe no x": (lambda w, e: fp4.moe(None, e, IDS, ONES), "moe: x is NoneType"),  # type: ignore[arg-type]
     "moe no ids": (lambda w, e: fp4.moe(X, e, None, ONES), "moe: topk_ids is NoneType"),  # type: ignore[arg-type]
     "moe ids list": (lambda w, e: fp4.moe(X, e, [[0, 1], [1, 2]], ONES), "moe: topk_ids is list"),  # type: ignore[arg-type]

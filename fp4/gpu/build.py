@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fp4 import env, fuse
-from fp4.errors import BackendUnavailable, FormatMismatch, LayoutMismatch, Unsupported
+from fp4 import check, env, fuse
+from fp4.errors import BackendUnavailable, FormatMismatch, LayoutMismatch, Unsupported, shown
 from fp4.formats import E4M3
 from fp4.gpu import registry
 from fp4.gpu.device import Device
@@ -112,9 +112,13 @@ def prepare_moe(
     if a.format != b.format or a.codes.shape[0] != b.codes.shape[0]:
         raise FormatMismatch(f"{where_}: w13 is {a}, w2 is {b}; need the same format and number of experts")
     for name, given in (("bias13", bias13), ("bias2", bias2)):
-        if given is not None and not isinstance(given, torch.Tensor):
+        if isinstance(given, (tuple, list)):
             raise FormatMismatch(f"{where_}: {name} is {type(given).__name__}; need one tensor, the rows in the order of w13's")
-    tp = _rank_of("tp", tp)
+        if given is not None:
+            check.dense(where_, name, given, a.device)
+    tp = check.share(where_, "tp", tp)
+    topk = None if topk is None else check.whole(where_, "topk", topk, 1)
+    num_experts = None if num_experts is None else check.whole(where_, "num_experts", num_experts, 1)
     a, b, bias13, bias2, gate_up_scale, experts, local = _local(a, b, bias13, bias2, gate_up_scale, local_experts, num_experts)
     if tp[1] > 1:  # rows of w13 and columns of w2 are cut at the same places: between blocks of w2
         cut: dict[str, Any] = {"uneven": True, "gate_up": gate_up, "unit": b.format.block}
@@ -183,7 +187,7 @@ def _stack_gate_up(pair: Any, gate_up: str | None) -> tuple[QuantizedTensor, tor
     if len(pair) != 2 or not all(isinstance(q, QuantizedTensor) and q.codes.ndim == 3 for q in pair):
         raise FormatMismatch("prepare_moe: w13 is no pair of QuantizedTensors; need (gate, up), each [experts, intermediate, hidden]")
     if gate_up not in (None, "gate_up"):
-        raise FormatMismatch(f"prepare_moe: gate_up is {gate_up!r} but w13 is the pair (gate, up); leave gate_up out")
+        raise FormatMismatch(f"prepare_moe: gate_up is {shown(gate_up)} but w13 is the pair (gate, up); leave gate_up out")
     gate, up = pair
     if gate.format != up.format or gate.codes.shape != up.codes.shape or gate.device != up.device:
         raise FormatMismatch(f"prepare_moe: gate is {gate}, up is {up}; need the same format, shape and device")
@@ -205,31 +209,25 @@ def _stack_gate_up(pair: Any, gate_up: str | None) -> tuple[QuantizedTensor, tor
 def _gate_up_order(w13: QuantizedTensor, gate_up: str | None, gated: bool, activation: Any) -> str | None:
     if not gated:
         if gate_up is not None:
-            raise FormatMismatch(f"prepare_moe: {activation} has no gate, gate_up is {gate_up!r}; leave it out")
+            raise FormatMismatch(f"prepare_moe: {activation} has no gate, gate_up is {shown(gate_up)}; leave it out")
         return None
     if gate_up is None:
         gate_up = w13.gate_up
     if gate_up is None:
         raise FormatMismatch("prepare_moe: the order of gate and up rows is not known; pass gate_up='interleaved', 'gate_up' or 'up_gate'")
     if w13.gate_up is not None and w13.gate_up != gate_up:
-        raise LayoutMismatch(f"prepare_moe: w13 says its rows are {w13.gate_up!r}, the call says {gate_up!r}; drop one of the two")
+        raise LayoutMismatch(f"prepare_moe: w13 says its rows are {w13.gate_up!r}, the call says {shown(gate_up)}; drop one of the two")
     return gate_up
-
-
-def _rank_of(what: str, share: Any) -> tuple[int, int]:
-    """(rank, size), checked before anything is cut."""
-    if not (isinstance(share, (tuple, list)) and len(share) == 2 and all(isinstance(n, int) for n in share) and 0 <= share[0] < share[1]):
-        raise FormatMismatch(f"prepare_moe: {what} is {share!r}; need (rank, size) with 0 <= rank < size")
-    return share[0], share[1]
 
 
 def _range_of(local: Any) -> tuple[int, int]:
     """(start, stop) of ``local_experts``. A range unpacks into its elements, so it is taken by its ends."""
     if isinstance(local, range) and local.step == 1:
         return local.start, max(local.start, local.stop)
-    if not (isinstance(local, (tuple, list)) and len(local) == 2 and all(isinstance(n, int) for n in local)):
-        raise FormatMismatch(f"prepare_moe: local_experts is {local!r}; need (start, stop) or range(start, stop)")
-    return local[0], local[1]
+    if not isinstance(local, (tuple, list)) or len(local) != 2:
+        raise FormatMismatch(f"prepare_moe: local_experts is {shown(local)}; need (start, stop) or range(start, stop)")
+    start, stop = (check.whole("prepare_moe", "local_experts", n) for n in local)
+    return start, stop
 
 
 def _local(

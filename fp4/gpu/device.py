@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fp4.errors import Fp4Error
+from fp4.errors import Fp4Error, shown
 
 __all__ = ["KNOWN", "SM8X", "SM90", "SM100", "SM120", "Capability", "Device"]
 
@@ -106,8 +106,10 @@ class Device:
             return Device.fake(_parse_sm(device))
         try:
             d = torch.device(device)
-        except (RuntimeError, TypeError) as e:
-            raise Fp4Error(f"device: {device!r} is no torch device ({str(e).splitlines()[0]}); need 'cpu', 'cuda', 'cuda:1' ...") from e
+        except (RuntimeError, TypeError, ValueError) as e:
+            raise Fp4Error(
+                f"device: {shown(device)} is no torch device ({str(e).splitlines()[0]}); need 'cpu', 'cuda', 'cuda:1' ..."
+            ) from e
         if d.type != "cuda":
             return _CPU if d.type == "cpu" else Device(kind=d.type, name=d.type)
         if not torch.cuda.is_available():
@@ -154,7 +156,7 @@ _CPU = Device("cpu", name="cpu")
 def _parse_sm(text: str) -> Capability:
     digits = text.lower().removeprefix("sm").lstrip("_")
     if not (digits.isascii() and digits.isdigit()) or not 2 <= len(digits) <= 4:
-        raise Fp4Error(f"device: {text!r} is no capability; need 'sm90', 'sm120' ...")
+        raise Fp4Error(f"device: {shown(text)} is no capability; need 'sm90', 'sm120' ...")
     return Capability(int(digits[:-1]), int(digits[-1]))
 
 

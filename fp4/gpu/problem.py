@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fp4 import formats
-from fp4.errors import FormatMismatch
+from fp4 import check, formats
 from fp4.formats import Format
 from fp4.gpu.device import Device
 from fp4.tensor import GATE_UP_ORDERS
@@ -23,10 +22,6 @@ SCALES = ("none", "tensor", "expert", "gate_up_foldable", "gate_up")
 
 #: dtypes of x and of the result
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _two_ints(pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(n, int) for n in pair)
 
 
 @dataclass(frozen=True)
@@ -72,16 +67,12 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", formats.get(self.format))
         for what, value, known in (("op", self.op, OPS), ("act", self.act, ACTS), ("global_scales", self.global_scales, SCALES)):
-            if value not in known:
-                raise FormatMismatch(f"problem: {what} is {value!r}; need one of {', '.join(known)}")
+            check.choice("problem", what, value, known)
         for what, dtype in (("act_dtype", self.act_dtype), ("out_dtype", self.out_dtype)):
-            if dtype not in DTYPES and not (what == "out_dtype" and dtype is None):
-                raise FormatMismatch(f"problem: {what} is {dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
-        for what, share in (("tp", self.tp), ("ep", self.ep)):
-            if not (_two_ints(share) and 0 <= share[0] < share[1]):
-                raise FormatMismatch(f"problem: {what} is {share!r}; need (rank, size) with 0 <= rank < size")
-        if self.gate_up is not None and self.gate_up not in GATE_UP_ORDERS:
-            raise FormatMismatch(f"problem: gate_up is {self.gate_up!r}; need one of {', '.join(GATE_UP_ORDERS)} or None")
+            check.float_dtype("problem", what, dtype, optional=what == "out_dtype")
+        for what in ("tp", "ep"):
+            object.__setattr__(self, what, check.share("problem", what, getattr(self, what)))
+        check.choice("problem", "gate_up", self.gate_up, GATE_UP_ORDERS, optional=True)
 
     @property
     def local_experts(self) -> int | None:

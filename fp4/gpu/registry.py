@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from fp4 import env
-from fp4.errors import BackendUnavailable, Unsupported, unknown
+from fp4.errors import BackendUnavailable, FormatMismatch, Unsupported, shown, unknown
 from fp4.gpu.problem import Problem
 
 __all__ = ["Choice", "No", "Ok", "Ranking", "backends", "choose", "get", "probe", "rank", "reset"]
@@ -171,7 +171,7 @@ def get(name: str) -> Any:
     """The module of a backend. Raises BackendUnavailable with the reason when it cannot be used."""
     verdict = probe(name)
     if isinstance(verdict, No):
-        raise BackendUnavailable(f"backend {name!r}: {verdict.reason}")
+        raise BackendUnavailable(f"backend {shown(name)}: {verdict.reason}")
     return _all()[name]
 
 
@@ -232,15 +232,17 @@ def choose(problem: Problem, backend: str | None = None, where: str = "prepare")
 
     Raises Unsupported with every backend's reason when none can, BackendUnavailable when the forced one is not usable here.
     """
+    if backend is not None and not isinstance(backend, str):
+        raise FormatMismatch(f"{where}: backend is {shown(backend)}; need the name of one: {', '.join(backends())}")
     forced = backend or env.backend()
     if forced is not None:
         how = "backend=" if backend else "FP4_BACKEND="
         found = probe(forced)
         if isinstance(found, No):
-            raise BackendUnavailable(f"{where}: {how}{forced!r} cannot be used: {found.reason}")
+            raise BackendUnavailable(f"{where}: {how}{shown(forced)} cannot be used: {found.reason}")
         answer = verdict(forced, problem)
         if isinstance(answer, No):
-            raise Unsupported(f"{where}: {how}{forced!r} cannot serve {problem}", {forced: answer.reason})
+            raise Unsupported(f"{where}: {how}{shown(forced)} cannot serve {problem}", {forced: answer.reason})
         return forced
     ranking = rank(problem)
     if ranking.best is None:

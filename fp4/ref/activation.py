@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Union
+from typing import Any, ClassVar, Union
 
 import torch
 
-from fp4.errors import FormatMismatch
+from fp4.errors import FormatMismatch, shown
 from fp4.tensor import GATE_UP_ORDERS
 
 __all__ = ["Activation", "ReLU2", "SiLU", "SiTU", "SwiGLU", "apply", "get", "names", "split_gate_up"]
 
 
-def _positive(where: str, name: str, value: float | None, optional: str = "") -> None:
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf and abs(value) < 2.0**1023
+
+
+def _positive(where: str, name: str, value: Any, optional: str = "") -> None:
     if value is None and optional:
         return
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if not _finite(value) or value <= 0:
         hint = f", or None for {optional}" if optional else ""
-        raise FormatMismatch(f"{where}: {name} is {value!r}; need a positive finite number{hint}")
+        raise FormatMismatch(f"{where}: {name} is {shown(value)}; need a positive finite number{hint}")
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class SwiGLU:
         _positive("SwiGLU", "limit", self.limit, optional="no clamp")
         for name in ("alpha", "beta"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise FormatMismatch(f"SwiGLU: {name} is {value!r}; need a finite number")
+            if not _finite(value):
+                raise FormatMismatch(f"SwiGLU: {name} is {shown(value)}; need a finite number")
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self.limit is not None:
@@ -121,7 +125,7 @@ def get(activation: Activation | str) -> Activation:
     found = _BY_NAME.get(activation) if isinstance(activation, str) else None
     if found is None:
         need = "fp4.SwiGLU(...), fp4.SiLU(), fp4.SiTU(...), fp4.ReLU2() or one of " + ", ".join(_BY_NAME)
-        raise FormatMismatch(f"activation: {activation!r} is not known; need {need}")
+        raise FormatMismatch(f"activation: {shown(activation)} is not known; need {need}")
     return found
 
 
@@ -136,7 +140,7 @@ def split_gate_up(h: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tens
         return h[..., :half], h[..., half:]
     if order == "up_gate":
         return h[..., half:], h[..., :half]
-    raise FormatMismatch(f"gate/up: order {order!r} is not known; need one of {', '.join(GATE_UP_ORDERS)}")
+    raise FormatMismatch(f"gate/up: order {shown(order)} is not known; need one of {', '.join(GATE_UP_ORDERS)}")
 
 
 def apply(activation: Activation | str, h: torch.Tensor, order: str | None) -> torch.Tensor:

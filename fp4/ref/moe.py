@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp4.errors import FormatMismatch
+from fp4.errors import FormatMismatch, shown
 from fp4.ref import activation as activations
 from fp4.ref.activation import Activation
 from fp4.ref.matmul import ACCUMULATORS, check_bias, check_input, expert, matmul
@@ -79,17 +79,21 @@ def check(
 
     local = range(experts) if local_experts is None else local_experts
     if not isinstance(local, range) or local.step != 1 or len(local) != experts or local.start < 0:
-        raise FormatMismatch(f"{where}: local_experts is {local_experts!r}; need range(first, first + {experts}), the global ids held here")
+        raise FormatMismatch(
+            f"{where}: local_experts is {shown(local_experts)}; need range(first, first + {experts}), the global ids held here"
+        )
     return MoE(experts, hidden, inter, act, order, parts, _biases(where, bias13, order, parts, device), local)
 
 
 def _order(where: str, gate_up: str | None, act: Activation, parts: tuple[QuantizedTensor, ...]) -> str | None:
     if not act.gated:
         if gate_up is not None or len(parts) == 2:
-            raise FormatMismatch(f"{where}: {act.name} has no gate, but w13 is given with gate/up order {gate_up!r}; pass gate_up=None")
+            raise FormatMismatch(
+                f"{where}: {act.name} has no gate, but w13 is given with gate/up order {shown(gate_up)}; pass gate_up=None"
+            )
         return None
     if gate_up is not None and gate_up not in GATE_UP_ORDERS:
-        raise FormatMismatch(f"{where}: gate_up is {gate_up!r}; need one of {', '.join(GATE_UP_ORDERS)}")
+        raise FormatMismatch(f"{where}: gate_up is {shown(gate_up)}; need one of {', '.join(GATE_UP_ORDERS)}")
     if len(parts) == 2:
         return gate_up
     recorded = parts[0].gate_up

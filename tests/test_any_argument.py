@@ -1,0 +1,136 @@
+"""Anything at all as any argument of a public verb: it is taken, or it is one typed sentence on one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fp4
+from fp4 import check, fuse
+from fp4.errors import shown
+
+X = torch.randn(4, 64)
+Q = fp4.quantize(X, "nvfp4")
+W13, W2 = fp4.quantize(torch.randn(2, 64, 64), "mxfp4"), fp4.quantize(torch.randn(2, 64, 32), "mxfp4")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def _things() -> dict[str, Any]:
+    sparse, ints = torch.eye(64).to_sparse(), torch.ones(4, 64, dtype=torch.int64)
+    out: dict[str, Any] = {
+        "none": None, "one": 1, "minus one": -1, "70 bits": 1 << 70, "thousands of digits": 10**5000, "float": 1.5, "nan": float("nan"),
+        "infinity": float("inf"), "true": True, "text": "x", "no text": "", "lines": "a\nb" * 900, "bytes": b"x", "list": [1, 2],
+        "object": object(), "dict": {}, "class": int, "function": len, "array": np.zeros(3), "float32": np.float32(2), "int64": np.int64(1),
+        "scalar": torch.tensor(1.0), "scalar int": torch.tensor(1), "empty": torch.empty(0), "no rows": torch.empty(0, 64),
+        "no columns": torch.empty(4, 0), "bool": ints.bool(), "float64": ints.double(), "complex": ints.to(torch.complex64), "ints": ints,
+        "meta": torch.ones(4, 64, device="meta"), "sparse": sparse, "csr": sparse.to_sparse_csr(), "strides": torch.randn(64, 4).T,
+        "gradient": torch.randn(4, 64, requires_grad=True), "subclass": X.as_subclass(Subclass), "float8": X.to(torch.float8_e4m3fn),
+        "torch's own quantised": torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), "vector": torch.randn(64), "weight": Q,
+        "nested": torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)]),
+    }  # fmt: skip
+    return out
+
+
+def _moe(**more: Any) -> Any:
+    ex = fp4.prepare_moe(W13, W2, gate_up="gate_up", activation=fp4.SiLU())
+    given = {"x": torch.randn(3, 64), "ex": ex, "topk_ids": torch.zeros(3, 1, dtype=torch.int64), "topk_weights": torch.ones(3, 1)} | more
+    return fp4.moe(**given)
+
+
+def _matmul(**more: Any) -> Any:
+    return fp4.matmul(**({"x": torch.randn(3, 64), "w": fp4.prepare(Q)} | more))
+
+
+VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
+    "quantize": (fp4.quantize, {"x": X}, ("x", "format", "recipe", "global_scale", "axis", "encode_scale", "scale_layout")),
+    "fake_quantize": (fp4.fake_quantize, {"x": X}, ("x", "format", "recipe", "global_scale", "axis", "encode_scale")),
+    "dequantize": (fp4.dequantize, {"q": Q}, ("q", "dtype")),
+    "to_layout": (fp4.to_layout, {"t": Q.scale, "layout": "sf_128x4"}, ("t", "layout")),
+    "QuantizedTensor": (
+        fp4.QuantizedTensor,
+        {"format": "nvfp4", "codes": Q.codes, "scale": Q.scale},
+        ("format", "codes", "scale", "global_scale", "shape", "axis", "input_scale", "gate_up", "source", "extras"),
+    ),
+    "prepare": (fp4.prepare, {"q": Q}, ("q", "backend", "device", "act", "act_dtype", "out_dtype")),
+    "matmul": (_matmul, {}, ("x", "w", "bias", "out_dtype")),
+    "prepare_moe": (
+        fp4.prepare_moe,
+        {"w13": W13, "w2": W2, "gate_up": "gate_up"},
+        tuple(n for n in inspect.signature(fp4.prepare_moe).parameters if n != "extras_applied"),
+    ),
+    "moe": (_moe, {}, ("x", "ex", "topk_ids", "topk_weights", "out_dtype")),
+    "warmup": (fp4.warmup, {"w": fp4.prepare(Q)}, ("w", "m_max", "topk")),
+    "explain": (fp4.explain, {}, ("op", "format", "device", "n", "k", "experts", "activation", "gate_up", "act", "tp")),
+    "fuse": (fuse.fuse, {}, ("parts",)),
+    "stack": (fuse.stack, {}, ("experts",)),
+    "shard": (fuse.shard, {"q": Q, "dim": "n", "rank": 0, "size": 2}, ("q", "dim", "rank", "size", "gate_up", "unit")),
+    "shard_bias": (fuse.shard_bias, {"bias": X[0], "dim": "n", "rank": 0, "size": 2}, ("bias", "dim", "rank", "size", "gate_up", "unit")),
+    "slice_experts": (fuse.slice_experts, {"q": W13, "start": 0, "stop": 1}, ("q", "start", "stop")),
+    "expert_range": (fuse.expert_range, {"experts": 4, "rank": 1, "size": 2}, ("experts", "rank", "size")),
+    "SwiGLU": (fp4.SwiGLU, {}, ("alpha", "beta", "limit")),
+    "SiTU": (fp4.SiTU, {}, ("beta", "linear_beta")),
+}
+
+
+@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, (_, _, names) in VERBS.items() for name in names])
+@pytest.mark.filterwarnings("ignore")
+def test_anything_is_taken_or_refused_in_one_sentence(verb: str, name: str) -> None:
+    call, given, _ = VERBS[verb]
+    for kind, thing in _things().items():
+        try:
+            call(**(given | {name: thing}))
+        except fp4.Fp4Error as error:
+            text = str(error)
+            assert len(text.splitlines()) == 1, f"{kind}: {text}"
+            assert len(text) < 600, f"{kind}: {text}"
+        except Exception as error:
+            pytest.fail(f"{verb}({name}={kind}) raised {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fuse.shard(Q, "n", 0, 2, gate_up="interleave"),
+        lambda: fuse.shard(Q, "n", 0, 2, unit=-1),
+        lambda: fuse.shard(Q, "n", True, 2),
+        lambda: fuse.shard_bias(torch.ones(4), "rows", 0, 2),
+        lambda: fuse.shard_bias(torch.ones(4), "n", -1, 2),
+        lambda: fuse.shard_bias(torch.ones(4), "k", 2, 2),
+        lambda: fuse.shard_bias(torch.ones(4), "n", 0, 2, gate_up="up"),
+        lambda: fuse.shard_bias(torch.ones(4, dtype=torch.int64), "n", 0, 2),
+        lambda: fuse.slice_experts(W13, -1, 2),
+        lambda: fuse.slice_experts(W13, 0, 3),
+        lambda: fuse.expert_range(4, 0.5, 2),  # type: ignore[arg-type]
+        lambda: fp4.QuantizedTensor(format="nvfp4", codes=Q.codes, scale=Q.scale, global_scale=True),  # type: ignore[arg-type]
+    ],
+)
+def test_what_was_another_cut_or_another_number_is_refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(fp4.FormatMismatch):
+        call()
+
+
+def test_expert_range_of_many_ranks() -> None:
+    assert [fuse.expert_range(7, r, 3) for r in range(3)] == [(0, 3), (3, 5), (5, 7)]
+    assert fuse.expert_range(1 << 40, (1 << 39) - 1, 1 << 39) == ((1 << 40) - 2, 1 << 40)  # without a list of all ranks
+
+
+@pytest.mark.parametrize("value", [2.5, "2", True, np.True_, None, torch.ones(2), torch.tensor(True), 1 << 63])
+def test_whole_numbers(value: Any) -> None:
+    with pytest.raises(fp4.FormatMismatch, match=r"here: rows is .*; need a whole number"):
+        check.whole("here", "rows", value)
+
+
+def test_what_a_message_shows_is_short_and_reads_no_values() -> None:
+    assert shown(torch.ones(3, 4, device="meta")) == "a Tensor float32 [3, 4]"
+    assert shown(np.zeros(3)) == "a ndarray float64 [3]"
+    assert shown("a\n" * 99).startswith("'a")
+    assert len(shown("a" * 999)) == 80
+    assert shown(10**5000) == "an integer of 16610 bits"
