@@ -54,6 +54,13 @@ def _decode(
 
 
 @gluon.jit
+def _next(slot, phase, XS: gl.constexpr):
+    slot += 1
+    phase = gl.where(slot == XS, phase ^ 1, phase)
+    return gl.where(slot == XS, 0, slot), phase
+
+
+@gluon.jit
 def _produce(
     x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr,
@@ -132,9 +139,7 @@ def _produce(
                     cp_async(sa[c].index(slot), ap + (c * 4 * R * KT * 128 + n * (U * 128)), mask=ok)
                     cp_async(ss[c].index(slot), sp + (c * 4 * R * KB * SW + sn), mask=tile0 + c * 4 * R + ts < NT)
             async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
-            slot += 1
-            phase = gl.where(slot == XS, phase ^ 1, phase)
-            slot = gl.where(slot == XS, 0, slot)
+            slot, phase = _next(slot, phase, XS)
 
 
 @gluon.jit
@@ -204,23 +209,33 @@ def _finish(
 
 
 @gluon.jit
-def _chunk(
-    acc, acc2, slot, phase, oc, sx, sy, sa, ss, ready, ODD: gl.constexpr,
-    KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr, U: gl.constexpr, P: gl.constexpr, MT: gl.constexpr,
-    E: gl.constexpr, DOA: gl.constexpr,
-):  # fmt: skip
-    """Wait for a slot, decode its words, start its products."""
+def _words(slot, phase, sa, ss, ready):
+    """Wait for a slot and read its words."""
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     mbarrier.wait(ready.index(slot), phase)
-    w = _decode(sa.index(slot).load(LA), ss.index(slot).load(LS), oc, ODD, R, U, KIND, ANY, HALF, DOA)
+    return sa.index(slot).load(LA), ss.index(slot).load(LS)
+
+
+@gluon.jit
+def _multiply(acc, acc2, w, slot, sx, sy, P: gl.constexpr, MT: gl.constexpr, E: gl.constexpr):
+    """Start the products of operand w with a slot's rows."""
     x = sx.index(slot)
     if P < MT:
         x = x.slice(0, P)
     acc = warpgroup_mma(w, x.permute([1, 0]), acc, is_async=True)
     if E > 0:
         acc2 = warpgroup_mma(w, sy.index(slot).permute([1, 0]), acc2, is_async=True)
-    return acc, acc2, w
+    return acc, acc2
+
+
+@gluon.jit
+def _release(empty, slot, EACH: gl.constexpr):
+    """This warp group has read a slot."""
+    if EACH:
+        async_copy.mbarrier_arrive(empty.index(slot), increment_count=False)
+    else:
+        mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon.jit
@@ -240,46 +255,58 @@ def _tile(
         acc2 = gl.zeros([64 * R, E], gl.float32, MMB)
     else:
         acc2 = acc
+    AHEAD: gl.constexpr = DEEP & 4 != 0
+    LATE: gl.constexpr = DEEP & 1 != 0
+    EACH: gl.constexpr = DEEP & 2 != 0
+    LOOP: gl.constexpr = (ITER - 1) // G * G
+    if AHEAD:
+        a, s = _words(slot, phase, sa, ss, ready)
     # w is the register operand of a running product and must stay until that product is waited for; nothing runs across the loop's edge
-    for _ in range(0, ITER // G * G, G):
+    for _ in range(0, LOOP, G):
         for j in gl.static_range(G):
-            acc, acc2, w = _chunk(
-                acc, acc2, slot, phase, oc, sx, sy, sa, ss, ready, j % 2 == 1, KIND, ANY, HALF, R, U, P, MT, E, DOA
-            )  # fmt: skip
-            if DEEP == 0:
-                if E > 0:
-                    acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
-                else:
-                    acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-                mbarrier.arrive(empty.index(slot), count=1)
-            else:
+            if not AHEAD:
+                a, s = _words(slot, phase, sa, ss, ready)
+            w = _decode(a, s, oc, j % 2 == 1, R, U, KIND, ANY, HALF, DOA)
+            acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, P, MT, E)
+            here = slot
+            slot, phase = _next(slot, phase, XS)
+            if AHEAD:
+                a, s = _words(slot, phase, sa, ss, ready)
+            if LATE:
                 if j > 0:
                     if E > 0:
                         acc, acc2, old = warpgroup_mma_wait(2, deps=(acc, acc2, old))  # noqa: F821
                     else:
                         acc, old = warpgroup_mma_wait(1, deps=(acc, old))
-                    mbarrier.arrive(empty.index(before), count=1)  # noqa: F821
+                    _release(empty, before, EACH)  # noqa: F821
                 old = w
-                before = slot
-            slot += 1
-            phase = gl.where(slot == XS, phase ^ 1, phase)
-            slot = gl.where(slot == XS, 0, slot)
-        if DEEP != 0:
+                before = here
+            else:
+                if E > 0:
+                    acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
+                else:
+                    acc, w = warpgroup_mma_wait(0, deps=(acc, w))
+                _release(empty, here, EACH)
+        if LATE:
             if E > 0:
                 acc, acc2, old = warpgroup_mma_wait(0, deps=(acc, acc2, old))
             else:
                 acc, old = warpgroup_mma_wait(0, deps=(acc, old))
-            mbarrier.arrive(empty.index(before), count=1)
-    for j in gl.static_range(ITER % G):
-        acc, acc2, w = _chunk(acc, acc2, slot, phase, oc, sx, sy, sa, ss, ready, j % 2 == 1, KIND, ANY, HALF, R, U, P, MT, E, DOA)
+            _release(empty, before, EACH)
+    for j in gl.static_range(ITER - LOOP):
+        if not AHEAD:
+            a, s = _words(slot, phase, sa, ss, ready)
+        w = _decode(a, s, oc, j % 2 == 1, R, U, KIND, ANY, HALF, DOA)
+        acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, P, MT, E)
+        here = slot
+        slot, phase = _next(slot, phase, XS)
+        if AHEAD and j < ITER - LOOP - 1:
+            a, s = _words(slot, phase, sa, ss, ready)
         if E > 0:
             acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
         else:
             acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot += 1
-        phase = gl.where(slot == XS, phase ^ 1, phase)
-        slot = gl.where(slot == XS, 0, slot)
+        _release(empty, here, EACH)
     _finish(
         acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, gl.minimum(rows, P), tile0,
         N, ACT, FIRST, BIAS, HALF, R, P, MMA,
@@ -357,7 +384,7 @@ def grouped_wide(
     empty = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(XS):
         mbarrier.init(ready.index(i), count=128)
-        mbarrier.init(empty.index(i), count=C)
+        mbarrier.init(empty.index(i), count=C * 128 if DEEP & 2 != 0 else C)
     gl_wait(PDL)
     tiles = gl.load(sched_ptr) * GROUPS
     # a tuple of compile-time values must be written where it is used: bound to a name, they would become run-time values
