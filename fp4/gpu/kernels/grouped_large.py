@@ -179,7 +179,19 @@ def _tile(
             barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
             _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
             old = w
-            w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), (j + 1) % 2 == 1 if XS % 2 == 0 else (i0 + j + 1) % 2 == 1, oc, WN, R, U, KIND, ANY, HALF, DOA)
+            w = _decode(
+                sa[(j + 1) % XS].load(LA),
+                ss[(j + 1) % XS].load(LS),
+                (j + 1) % 2 == 1 if XS % 2 == 0 else (i0 + j + 1) % 2 == 1,
+                oc,
+                WN,
+                R,
+                U,
+                KIND,
+                ANY,
+                HALF,
+                DOA,
+            )
         if DEEP != 0:
             acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     i0 = ITER // XS * XS
@@ -193,7 +205,19 @@ def _tile(
         barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
         _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
         old = w
-        w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), (j + 1) % 2 == 1 if XS % 2 == 0 else (i0 + j + 1) % 2 == 1, oc, WN, R, U, KIND, ANY, HALF, DOA)
+        w = _decode(
+            sa[(j + 1) % XS].load(LA),
+            ss[(j + 1) % XS].load(LS),
+            (j + 1) % 2 == 1 if XS % 2 == 0 else (i0 + j + 1) % 2 == 1,
+            oc,
+            WN,
+            R,
+            U,
+            KIND,
+            ANY,
+            HALF,
+            DOA,
+        )
     if DEEP != 0 and ITER % XS != 0:
         acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     cp_wait(0)

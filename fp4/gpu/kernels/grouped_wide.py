@@ -363,7 +363,9 @@ def grouped_wide(
     """As ``grouped_large``, but the schedule's blocks hold up to MT + EX rows. Any grid: programs take tiles in turn.
 
     LOW: rows of the smaller tile that a block of at most LOW rows uses (MT for none). RC, RP: registers of threads that multiply and that
-    fetch. G: chunks an unrolled loop turn (even when U = 1). DEEP: decode a chunk while the product of the one before runs.
+    fetch. G: chunks an unrolled loop turn (even when U = 1). DEEP, a sum of: 1 decode a chunk while the product of the one
+    before runs, 2 every thread releases a slot (no barrier of its warp group), 4 read a chunk's words before waiting for the product of the
+    one before (XS >= 3).
     """
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
