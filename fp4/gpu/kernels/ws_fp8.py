@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from fp4.gpu.kernels.plain_fp8 import SCALES_C, SCALES_ROW
 from fp4.gpu.kernels.wide_fp8 import F8, H4, WORDS_C, WORDS_E4M3
-from fp4.gpu.kernels.ws_m import _fetch, _produce, _start, arrive
+from fp4.gpu.kernels.ws_m import _fetch, _produce, _release, _start
 
 
 @gluon.jit
@@ -81,7 +81,6 @@ def _consume8(
         noc1 = _fetch(oc_ptr + rt * 16 + 8, row, rt + rs < NT, more, EVEN)
         acc = gl.zeros([BN, BT], gl.float32, MMA)
         before = gl.zeros([BN, 128], gl.float8e4nv, DOA)
-        last = slot
         for kk in range(0, nk):
             end = kk == nk - 1
             kt = gl.where(end, 0, (kk + 1) * 4)
@@ -107,12 +106,10 @@ def _consume8(
                 # the wait takes no 8-bit operand: this copy keeps the registers of the last one until here
                 gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
                 if u % SK == 0:
-                    if u == 0:
-                        if kk > 0:
-                            arrive(empty.index(last), increment_count=False)
-                    else:
-                        arrive(empty.index(last), increment_count=False)
-                    last = slot
+                    if u > 0:
+                        _release(empty, slot, XS)
+                    elif kk > 0:
+                        _release(empty, slot, XS)
                 before = op
                 if u % SK == SK - 1:
                     wrap = slot == XS - 1
@@ -120,7 +117,7 @@ def _consume8(
                     phase = gl.where(wrap, phase ^ 1, phase)
         r = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
         gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
-        arrive(empty.index(last), increment_count=False)
+        _release(empty, slot, XS)
         rn0 = pn * BN
         rm0 = pm * BT
         live_n = N - rn0

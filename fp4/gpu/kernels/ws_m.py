@@ -83,6 +83,17 @@ def _fetch(base, offset, live, more, EVEN: gl.constexpr):
 
 
 @gluon.jit
+def _release(empty, slot, XS: gl.constexpr):
+    """Hand the slot in front of ``slot`` back to the producer.
+
+    Its number comes from ``slot``, not from a variable that remembers it: Triton carries a variable through a loop only if tracing the body
+    once changes it, and with one slot a round ``last = slot`` is an alias of the slot in front of the loop. All rounds then released
+    that one, and the producer waited for ever.
+    """
+    arrive(empty.index(gl.where(slot == 0, XS - 1, slot - 1)), increment_count=False)
+
+
+@gluon.jit
 def _consume(
     sx, full, empty, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, KT, oc, pid, blocks, unit, w0, w1, nk, tiles_m,
     NW: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr,
@@ -137,7 +148,6 @@ def _consume(
         npn = gl.where(turn, pn + 1, pn)
         acc = gl.zeros([BN, BT], gl.float32, MMA)
         before = gl.zeros([BN, 64], DT, DOA)
-        last = slot
         for kk in range(k, kend):
             scale = s
             end = kk == kend - 1
@@ -170,19 +180,17 @@ def _consume(
                 acc = warpgroup_mma(op, sx.index(slot * SK + u % SK).permute([1, 0]), acc, is_async=True)
                 acc, before = warpgroup_mma_wait(num_outstanding=1, deps=[acc, before])
                 if u % SK == 0:
-                    if u == 0:
-                        if kk > k:
-                            arrive(empty.index(last), increment_count=False)
-                    else:
-                        arrive(empty.index(last), increment_count=False)
-                    last = slot
+                    if u > 0:
+                        _release(empty, slot, XS)
+                    elif kk > k:
+                        _release(empty, slot, XS)
                 before = op
                 if u % SK == SK - 1:
                     wrap = slot == XS - 1
                     slot = gl.where(wrap, 0, slot + 1)
                     phase = gl.where(wrap, phase ^ 1, phase)
         r, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
-        arrive(empty.index(last), increment_count=False)
+        _release(empty, slot, XS)
         # sizes and pointers meet a scalar before they meet a tensor: Triton 3.6 knows nothing of the bare arguments of a partition
         rn0 = pn * BN
         live_n = N - rn0
