@@ -17,7 +17,8 @@ from typing import Any
 _BITS = {"bf16": 16, "f16": 16, "f8E4M3FN": 8}
 _COMPARE = {"eq": operator.eq, "ne": operator.ne, "slt": operator.lt, "sle": operator.le, "sgt": operator.gt, "sge": operator.ge}
 _INTEGER = {
-    "addi": operator.add, "subi": operator.sub, "muli": operator.mul, "divsi": lambda a, b: int(a / b), "remsi": lambda a, b: a - b * int(a / b),
+    "addi": operator.add, "subi": operator.sub, "muli": operator.mul,
+    "divsi": lambda a, b: int(a / b), "remsi": lambda a, b: a - b * int(a / b),
     "minsi": min, "maxsi": max, "andi": operator.and_, "ori": operator.or_, "xori": operator.xor,
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ if arch >= 89:
     from fp4.gpu.kernels import dense_fp8, plain_fp8
     sig8 = dict(x_ptr="*fp8e4nv", xs_ptr="*fp32", w_ptr="*i32", s_ptr="*i32", bias_ptr="*bf16", y_ptr="*bf16",
         oc_ptr="*i32", ws_ptr="*fp32")
-    for _, (bm, r, u, warps, stages) in dense_fp8._PLAIN:
+    for _, _, (bm, r, u, warps, stages) in dense_fp8._PLAIN:
         k = launch.build(plain_fp8.dense_fp8_plain, sig8 | i("M N NT KT KB"), dict(HAS_BIAS=True, BM=bm, R=r, U=u), num_warps=warps,
             num_stages=stages, aligned=("N",), target=target)
         assert k.shared <= 99 * 1024, k.shared
@@ -89,11 +89,11 @@ for block, half, n, k in shapes:
     d = dense.Dense(none, none, None, n, k, block, about, "sm90")
     for row in rows:
         d._plan(row["m_max"], half, torch.float16 if half else torch.bfloat16, None, dict(row))
-for _, row in dense_fp8._TABLE[-1:] if sys.argv[2] == "quick" else dense_fp8._TABLE:
+for _, _, row in dense_fp8._TABLE[-1:] if sys.argv[2] == "quick" else dense_fp8._TABLE:
     for n, k in ((8192, 8192),):
         d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8), None, n, k, True)
         d._plan(row, torch.bfloat16, torch.bfloat16, None)
-        d._plan_ws((row[0], row[1], 1, 6, 8, 1), torch.bfloat16, torch.bfloat16, None)
+        d._plan(dense_fp8.Specialised(row[0], row[1], 1, 6, 8), torch.bfloat16, torch.bfloat16, None)
 checked = 0
 for kernel in {id(m): m for m in made}.values():
     code = sass.disassemble(kernel.compiled.asm["cubin"])
@@ -145,9 +145,8 @@ def keep(*a, **k):
 launch.build = keep
 none = torch.zeros(4, dtype=torch.int32)
 for on in (False, True):
-    launch.OVERLAP = on
     d = dense_fp8.Dense8(none, none, torch.full((256,), 120, dtype=torch.uint8), None, 256, 256, True)
-    d._plan(dense_fp8._TABLE[0][1], torch.bfloat16, torch.bfloat16, None)
+    d._plan(dense_fp8._TABLE[0][2]._replace(PDL=on), torch.bfloat16, torch.bfloat16, None)
 print([(k.compiled.metadata.name, k.compiled.metadata.launch_pdl) for k in made])
 for k in made:
     name = k.compiled.metadata.name
@@ -159,8 +158,8 @@ for k in made:
 """
 
 
-def test_overlap_is_off_unless_asked_for():
-    """Only the second kernel of a chain may start early, only with launch.OVERLAP; its wait stands before the first read of x."""
+def test_overlap_only_where_the_row_asks_for_it():
+    """Only the second kernel of a chain may start early, only where its row says so; its wait stands before the first read of x."""
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", OVERLAP], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from fp4.gpu.kernels import frag
+from fp4.gpu.kernels.dense import table
 from fp4.layouts import layouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
@@ -66,10 +73,15 @@ ROUTES = [
     {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XS": 6, "GM": 8, "SPLIT": 2, "NW": 4},
     {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 5, "GM": 8, "SPLIT": 1, "NW": 8},
     {"kernel": "wide", "BT": 128, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},
-    {"kernel": "ws", "BT": 128, "R": 2, "U": 2, "SK": 2, "XS": 6, "NW": 8, "CUT": 0, "PER": 1},
+] + [{k: v for k, v in r.items() if k not in ("m_max", "n_min")} for r in table()["sm90"] if r["kernel"] == "ws"]
+#: what no row of the table picks, each in a process of its own: one that never ends fails one test
+SPECIALISED = [
+    {"kernel": "ws", "BT": 128, "R": 2, "U": 2, "SK": 2, "XS": 6, "NW": 8, "CUT": 0, "PER": 1, "PDL": 1},
     {"kernel": "ws", "BT": 256, "R": 1, "U": 2, "SK": 1, "XS": 6, "NW": 8, "CUT": 1, "PER": 1},
     {"kernel": "ws", "BT": 64, "R": 2, "U": 4, "SK": 2, "XS": 8, "NW": 8, "CUT": 2, "PER": 1},
-    {"kernel": "ws", "BT": 64, "R": 1, "U": 4, "SK": 2, "XS": 6, "NW": 4, "CUT": 1, "PER": 2},
+    {"kernel": "ws", "BT": 64, "R": 1, "U": 4, "SK": 2, "XS": 6, "NW": 4, "CUT": 1, "PER": 2, "PDL": 1},
+    {"kernel": "ws8", "BT": 256, "R": 1, "SK": 2, "XS": 3, "NW": 8},
+    {"kernel": "ws8", "BT": 128, "R": 1, "SK": 1, "XS": 6, "NW": 8, "PDL": 1},
 ]
 SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056)]
 
@@ -86,6 +98,10 @@ def test_every_route_every_shape(row, block):
     """Ragged n and k, one block of k, m from 1 up, both activation types, bias, other output types; output and memory poisoned."""
     if row["kernel"] in ("wide", "ws") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("warp-group MMA needs a Hopper GPU (SM90)")
+    every_shape(row, block)
+
+
+def every_shape(row, block):
     ms = (1, 3, 16) if row["kernel"] == "small" else (1, 17, 130, 300)
     for i, (n, k) in enumerate(SHAPES):
         if k % block:
@@ -103,6 +119,47 @@ def test_every_route_every_shape(row, block):
             assert torch.equal(y, d(x, bias)), "two runs differ"
             if i == 0 and m != 3:
                 check(d(x, None, torch.float32), x, w, bound=1e-5)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("row", SPECIALISED, ids=lambda r: "-".join(str(v) for v in r.values()))
+def test_specialised_routes(row):
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    code = "import sys, json, test_dense; test_dense.specialised(json.loads(sys.argv[1]))"
+    command = [sys.executable, "-c", code, json.dumps(row)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=90)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def specialised(row):
+    """One row of SPECIALISED, in this process."""
+    if row["kernel"] == "ws":
+        cases = ((16, 512, 1024, torch.bfloat16, False), (16, 257, 2880, torch.bfloat16, True), (32, 1000, 1056, torch.float16, True))
+        for block, n, k, dtype, biased in cases:
+            codes, scale, second, w = weight(n, k, block, seed=n)
+            d = forced(row, codes, scale, second, block)
+            for m in (1, 17, 130, 300, 1100):
+                x = torch.randn(m, k, device="cuda", dtype=dtype)
+                bias = torch.randn(n, device="cuda", dtype=dtype) * 40 if biased else None
+                poison = torch.full((m * n + 2 * m * k + (1 << 20),), torch.nan, device="cuda")
+                del poison
+                y = d(x, bias)
+                check(y, x, w, bias)
+                assert torch.equal(y, d(x, bias)), "two runs differ"
+        return
+    from fp4.gpu.kernels.dense_fp8 import Specialised
+
+    one = Specialised(**{k: v for k, v in row.items() if k != "kernel"})
+    for n, k in ((512, 1024), (100, 32), (257, 2880)):
+        for m in (1, 17, 130, 300):
+            d, w, x = w4a8(n, k, m, True)
+            d._table = ((None, 0, one),)
+            q, xs = quantised(d, x, True)
+            x8 = q[:, :k].double() * xs.double()
+            y = d(x, None, torch.float32)
+            assert ((y.double() - x8 @ w.T).abs() / (x8.abs() @ w.abs().T)).max() <= W4A8_BOUND
+            assert torch.equal(d(x), d(x))
 
 
 @pytest.mark.parametrize("block", [16, 32])
@@ -313,7 +370,7 @@ def test_w4a8_machine_code_for_sm89():
     kept, build = [], launch.build
     launch.build = lambda *a, **k: kept.append(build(*a, **k)) or kept[-1]
     try:
-        plans = [d._plan_plain(row, torch.bfloat16, torch.float32, None) for _, row in d._table]
+        plans = [d._plan_plain(row, torch.bfloat16, torch.float32, None) for _, _, row in d._table]
     finally:
         launch.compile_only(None)
         launch.build = build

@@ -223,7 +223,8 @@ class Dense:
             "bias_ptr": bias_type, "y_ptr": _TYPES[out], "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32",
             "oc": "i32",
         }  # fmt: skip
-        kernel = launch.build(wide_m, signature, constants, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt), pdl=True)
+        aligned = self._aligned(N=self.n, KT=self.kt)
+        kernel = launch.build(wide_m, signature, constants, num_warps=nw, aligned=aligned, pdl=bool(row.get("PDL")))
         counts = 0 if split == 1 else 1 << (tiles_n * -(-max(m, 64) // bt) * 2 - 1).bit_length()
         block = min(32, 1 << (self.kt - 1).bit_length())
         px = launch.build(
@@ -269,7 +270,8 @@ class Dense:
             "oc": "i32", "unit": "i32",
         }  # fmt: skip
         aligned = self._aligned(N=self.n, KT=self.kt)
-        kernel = launch.build(ws_m, signature, constants, num_warps=nw, aligned=aligned, pdl=True, maxnreg=128 if per == 2 else None)
+        maxnreg = 128 if per == 2 else None
+        kernel = launch.build(ws_m, signature, constants, num_warps=nw, aligned=aligned, pdl=bool(row.get("PDL")), maxnreg=maxnreg)
         # with cuts all blocks get the same number of steps: CUT 1 shares them among all, CUT 2 cuts every tile into equal parts
         tiles = tiles_n * -(-m // bt)
         blocks = per * launch.processors(self.device)
@@ -333,9 +335,11 @@ class Dense:
     def _dequantize(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
         """Chunks of rows of W as 16-bit values in a workspace of at most WORKSPACE bytes, then a library product; alpha joins in fp32.
 
+        The table row's ROWS, if any: a smaller chunk, which stays in L2 between its two uses.
+
         With a bias the product is kept in fp32 until the bias is in: the library's own bias path rounds twice.
         """
-        rows = max(64, min(-(-self.n // 64) * 64, WORKSPACE // (2 * self.k) // 64 * 64))
+        rows = max(64, min(-(-self.n // 64) * 64, WORKSPACE // (2 * self.k) // 64 * 64, row.get("ROWS", self.n)))
         to_16 = self._dequantizer(half)
         alpha, dtype = self.alpha[half], torch.float16 if half else torch.bfloat16
 

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fp4.gpu.kernels import launch
 from fp4.gpu.kernels.dense import _TYPES, _raw_stream
 
-#: m_max -> (BT, R, U, XS, NW), measured on an H200
-_TABLE: tuple[tuple[int | None, tuple[int, int, int, int, int]], ...] = (
-    (64, (64, 1, 2, 6, 4)),
-    (128, (128, 1, 2, 6, 8)),
-    (None, (256, 1, 2, 5, 8)),
+
+class Wide(NamedTuple):
+    """Constants of ``wide_fp8``; PDL: it starts while x is quantised."""
+
+    BT: int
+    R: int
+    U: int
+    XS: int
+    NW: int
+    PDL: bool = False
+
+
+class Specialised(NamedTuple):
+    """Constants of ``ws_fp8``; PER: blocks a multiprocessor."""
+
+    BT: int
+    R: int
+    SK: int
+    XS: int
+    NW: int
+    PER: int = 1
+    PDL: bool = False
+
+
+#: tiles of 64 columns that ``quantize_x`` takes at a time
+QUANTIZE = 32
+#: (m_max, n_min, kernel), the first that fits; measured on an H200
+_TABLE: tuple[tuple[int | None, int, Wide | Specialised], ...] = (
+    (64, 0, Wide(64, 1, 2, 6, 4)),
+    (128, 0, Wide(128, 1, 2, 6, 8)),
+    (256, 16384, Wide(256, 1, 2, 5, 8, PDL=True)),
+    (256, 0, Wide(128, 1, 2, 6, 8)),
+    (1024, 0, Wide(256, 1, 2, 5, 8, PDL=True)),
+    (None, 0, Wide(256, 1, 2, 5, 8)),
 )
-#: plain Triton: m_max -> (BM, R, U, warps, stages); fits the 99 KB of shared memory of SM89 and SM120, tuned on no GPU
-_PLAIN: tuple[tuple[int | None, tuple[int, int, int, int, int]], ...] = (
-    (16, (16, 4, 4, 4, 2)),
-    (64, (64, 4, 4, 4, 2)),
-    (None, (128, 8, 4, 8, 1)),
+#: plain Triton: the same with (BM, R, U, warps, stages); fits the 99 KB of shared memory of SM89 and SM120, tuned on no GPU
+_PLAIN: tuple[tuple[int | None, int, tuple[int, int, int, int, int]], ...] = (
+    (16, 0, (16, 4, 4, 4, 2)),
+    (64, 0, (64, 4, 4, 4, 2)),
+    (None, 0, (128, 8, 4, 8, 1)),
 )
 
 
@@ -70,8 +99,8 @@ class Dense8:
         self.ws = rows.to(torch.float32).to(self.device)
         self._index = self.device.index or 0
         self.wide = _wide(self.device) if wide is None else wide
-        self._table = _TABLE if self.wide else _PLAIN
-        self._build = self._plan if self.wide else self._plan_plain
+        self._table: Any = _TABLE if self.wide else _PLAIN
+        self._build: Any = self._plan if self.wide else self._plan_plain
         self._plans: dict[Any, Any] = {}
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -87,7 +116,7 @@ class Dense8:
             x = x.clone(memory_format=torch.contiguous_format)
         if bias is not None and bias.data_ptr() & 15:
             bias = bias.clone()
-        row = next(r for top, r in self._table if top is None or m <= top)
+        row = next(r for top, least, r in self._table if (top is None or m <= top) and self.n >= least)
         key = (row, x.dtype, out_dtype, None if bias is None else bias.dtype)
         plan = self._plans.get(key)
         if plan is None:
@@ -95,10 +124,13 @@ class Dense8:
         plan(x, bias, y, m)
         return y
 
-    def _plan(self, row: tuple[int, int, int, int, int], act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+    def _plan(self, row: Wide | Specialised, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+        return self._plan_wide(row, act, out, bias) if isinstance(row, Wide) else self._plan_ws(row, act, out, bias)
+
+    def _plan_wide(self, row: Wide, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         from fp4.gpu.kernels.wide_fp8 import wide_fp8
 
-        bt, r, u, xs, nw = row
+        bt, r, u, xs, nw, pdl = row
         bn = r * nw * 16
         constants = {
             "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": r, "U": u, "XS": xs, "GM": 8,
@@ -110,7 +142,7 @@ class Dense8:
             "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
         }  # fmt: skip
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
-        kernel = launch.build(wide_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=True)
+        kernel = launch.build(wide_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=pdl)
         quantize = self.quantizer(act, True)
         tail = launch.constants_in_order(wide_fp8, constants)
         w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
@@ -124,10 +156,10 @@ class Dense8:
 
         return run
 
-    def _plan_ws(self, row: tuple[int, int, int, int, int, int], act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+    def _plan_ws(self, row: Specialised, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         from fp4.gpu.kernels.ws_fp8 import ws_fp8
 
-        bt, r, sk, xs, nw, per = row
+        bt, r, sk, xs, nw, per, pdl = row
         bn = r * nw * 16
         constants = {
             "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % 4 == 0, "BT": bt, "R": r, "SK": sk, "XS": xs, "NW": nw,
@@ -139,7 +171,7 @@ class Dense8:
         }  # fmt: skip
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
         maxnreg = 128 if per == 2 else None
-        kernel = launch.build(ws_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=True, maxnreg=maxnreg)
+        kernel = launch.build(ws_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=pdl, maxnreg=maxnreg)
         quantize = self.quantizer(act, True)
         tail = launch.constants_in_order(ws_fp8, constants)
         w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
@@ -184,7 +216,7 @@ class Dense8:
         """(x, m, stream) -> (workspace, address of e4m3 [m, kt * 64], address of f32 [m]); frag: k in the order of the Hopper kernel."""
         from fp4.gpu.kernels.plain_fp8 import quantize_x
 
-        block = min(32, 1 << (self.kt - 1).bit_length())
+        block = min(QUANTIZE, 1 << (self.kt - 1).bit_length())
         order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "K": "i32", "KT": "i32"}
         aligned = ("K",) if self.k % 16 == 0 else ()
         kernel = launch.build(quantize_x, order, {"B": block, "FRAG": frag, "PDL": frag, "ROUND": not frag}, num_warps=8, aligned=aligned)
@@ -202,6 +234,6 @@ class Dense8:
     def warmup(self, m_max: int = 8192, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
         """Compile and load what calls with up to m_max rows need."""
         for dtype in dtypes:
-            for m in sorted({min(top or m_max, m_max) for top, _ in self._table}):
+            for m in sorted({min(top or m_max, m_max) for top, _, _ in self._table}):
                 self(torch.zeros((m, self.k), dtype=dtype, device=self.device))
         torch.cuda.synchronize(self.device)

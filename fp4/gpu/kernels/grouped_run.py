@@ -53,7 +53,7 @@ def _compile(
             signature[name] = "*" + _TYPES[pointers.get(name, torch.int32)]
         elif name in _SCALARS and name not in constants:
             signature[name] = _SCALARS[name]
-    kernel = launch.build(fn, signature, constants, num_warps=warps, target=target, maxnreg=maxnreg, pdl=pdl)
+    kernel = launch.build(fn, signature, constants, num_warps=warps, target=target, maxnreg=maxnreg, pdl=pdl and launch.OVERLAP)
     return kernel, tuple(constants[n] for n in fn.arg_names if n in constants)
 
 

@@ -2,10 +2,10 @@
 """Programmatic dependent launch (SM90 and newer): a kernel's blocks start while the kernel before it drains, and wait where they must.
 
 ``trigger`` lets the next kernel of the stream start once every block here has called it or ended. ``wait`` returns when the kernel before
-has ended and its writes are visible. Both do nothing for kernels that were launched the ordinary way, which is the default
-(``fp4.gpu.kernels.launch.OVERLAP``). Rules of the chains here: the first kernel of a call is an ordinary launch, so nothing older
-runs; every other one calls ``wait`` before it reads what the call wrote, and before it ends, so that the end of one kernel means the end
-of all before it.
+has ended and its writes are visible. Both do nothing for kernels that were launched the ordinary way, which is the default (dense: field
+PDL of a table row; mixture of experts: ``fp4.gpu.kernels.launch.OVERLAP``). Rules of the chains here: the first kernel of a call is an
+ordinary launch, so nothing older runs; every other one calls ``wait`` before it reads what the call wrote, and before it ends, so that
+the end of one kernel means the end of all before it.
 """
 
 from __future__ import annotations

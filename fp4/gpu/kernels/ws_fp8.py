@@ -105,10 +105,8 @@ def _consume8(
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
                 # the wait takes no 8-bit operand: this copy keeps the registers of the last one until here
                 gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
-                if u % SK == 0:
-                    if u > 0:
-                        _release(empty, slot, XS)
-                    elif kk > 0:
+                if u % SK == 0:  # noqa: SIM102 - one condition is known at compile time
+                    if (kk > 0) | (u > 0):
                         _release(empty, slot, XS)
                 before = op
                 if u % SK == SK - 1:

@@ -179,10 +179,8 @@ def _consume(
                     mbarrier.wait(full.index(slot), phase)
                 acc = warpgroup_mma(op, sx.index(slot * SK + u % SK).permute([1, 0]), acc, is_async=True)
                 acc, before = warpgroup_mma_wait(num_outstanding=1, deps=[acc, before])
-                if u % SK == 0:
-                    if u > 0:
-                        _release(empty, slot, XS)
-                    elif kk > k:
+                if u % SK == 0:  # noqa: SIM102 - one condition is known at compile time
+                    if (kk > k) | (u > 0):
                         _release(empty, slot, XS)
                 before = op
                 if u % SK == SK - 1:
