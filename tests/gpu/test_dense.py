@@ -69,7 +69,7 @@ ROUTES = [
     {"kernel": "plain", "BM": 16, "R": 4, "U": 4, "NW": 4},
     {"kernel": "plain", "BM": 64, "R": 4, "U": 4, "NW": 8},
     {"kernel": "dequantize"},
-    {"kernel": "wide", "BT": 64, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 4},
+    {"kernel": "wide", "BT": 64, "R": 1, "U": 4, "XS": 4, "GM": 8, "SPLIT": 3, "NW": 4, "PDL": 1},
     {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XS": 6, "GM": 8, "SPLIT": 2, "NW": 4},
     {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 5, "GM": 8, "SPLIT": 1, "NW": 8},
     {"kernel": "wide", "BT": 128, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},

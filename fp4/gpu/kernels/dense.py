@@ -270,7 +270,7 @@ class Dense:
             "oc": "i32", "unit": "i32",
         }  # fmt: skip
         aligned = self._aligned(N=self.n, KT=self.kt)
-        maxnreg = 128 if per == 2 else None
+        maxnreg = launch.registers(nw + 4, per)  # the producer's warp takes the room of four
         kernel = launch.build(ws_m, signature, constants, num_warps=nw, aligned=aligned, pdl=bool(row.get("PDL")), maxnreg=maxnreg)
         # with cuts all blocks get the same number of steps: CUT 1 shares them among all, CUT 2 cuts every tile into equal parts
         tiles = tiles_n * -(-m // bt)

@@ -170,7 +170,7 @@ class Dense8:
             "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
         }  # fmt: skip
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
-        maxnreg = 128 if per == 2 else None
+        maxnreg = launch.registers(nw + 4, per)
         kernel = launch.build(ws_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=pdl, maxnreg=maxnreg)
         quantize = self.quantizer(act, True)
         tail = launch.constants_in_order(ws_fp8, constants)

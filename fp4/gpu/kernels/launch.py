@@ -154,6 +154,11 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
+def registers(warps: int, blocks: int) -> int | None:
+    """Registers a thread so that ``blocks`` blocks of ``warps`` warps fit a multiprocessor; None: no limit for one block."""
+    return 65536 // (32 * warps * blocks) // 8 * 8 if blocks > 1 else None
+
+
 def full_args(fn: Any, signature: dict[str, str], constants: dict[str, Any], values: dict[str, Any]) -> list[Any]:
     """All arguments in order, constexpr placeholders included, as the launcher expects them."""
     return [values[n] if n in signature else constants[n] for n in fn.arg_names]

@@ -25,8 +25,13 @@ def _small(wk: int, wn: int, r: int, u: int, d: int, xs: int) -> Row:
     return {"kernel": "small", "WK": wk, "WN": wn, "R": r, "U": u, "D": d, "XS": xs}
 
 
-def _wide(bt: int, r: int, u: int, xs: int, nw: int, split: int = 1, gm: int = 8) -> Row:
-    return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XS": xs, "GM": gm, "SPLIT": split, "NW": nw}
+def _wide(bt: int, r: int, u: int, xs: int, nw: int, split: int = 1, gm: int = 8, pdl: int = 0) -> Row:
+    return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XS": xs, "GM": gm, "SPLIT": split, "NW": nw, "PDL": pdl}
+
+
+def _both(*args: int) -> list[Row]:
+    """A ``wide`` row that waits for the permutation of x, and one that starts over it."""
+    return [_wide(*args, pdl=pdl) for pdl in (0, 1)]
 
 
 DEQUANTIZE: Row = {"kernel": "dequantize"}
@@ -36,10 +41,10 @@ CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
     8: (8, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0), _small(4, 1, 1, 4, 1, 4)]),
     16: (16, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0)]),
     32: (32, [_small(4, 1, 2, 2, 1, 0), *(_wide(32, r, 4, 6, 4, sp) for r in (1, 2) for sp in (1, 2))]),
-    64: (64, [_wide(64, 1, 4, 4, 4, 2), _wide(64, 2, 4, 6, 4), _wide(64, 1, 4, 6, 8), _wide(64, 1, 4, 6, 4), _wide(64, 2, 4, 6, 4, 2)]),
+    64: (64, [*_both(64, 1, 4, 4, 4, 2), *_both(64, 1, 4, 4, 4, 3), *_both(64, 2, 4, 6, 4), *_both(64, 2, 2, 6, 4)]),
     128: (128, [_wide(128, 1, 2, 6, 8, 2), _wide(128, 2, 2, 6, 8), _wide(128, 1, 4, 6, 8, 2), _wide(128, 1, 2, 6, 4)]),
-    256: (256, [_wide(128, 1, 4, 6, 8), _wide(256, 1, 2, 6, 8), _wide(256, 1, 2, 5, 8), _wide(256, 1, 2, 6, 8, 2)]),
-    1024: (1024, [_wide(256, 1, 2, 6, 8), _wide(256, 1, 2, 5, 8), DEQUANTIZE]),
+    256: (256, [*_both(128, 1, 4, 6, 8), *_both(256, 1, 2, 6, 8), *_both(256, 1, 2, 5, 8)]),
+    1024: (1024, [*_both(256, 1, 2, 6, 8), *_both(256, 1, 2, 5, 8), *_both(256, 1, 2, 5, 8, 1, 4), DEQUANTIZE]),
     None: (4096, [_wide(256, 1, 2, 6, 8), DEQUANTIZE]),
 }  # fmt: skip
 #: (lower bound of n, n and k that are timed)
