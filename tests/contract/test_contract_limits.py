@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pretend
 import pytest
 import torch
-from cases import Layer, error, poisoned
+from cases import Layer, error, poisoned, quantized
 from emulate import Emulator
 from test_contract_moe import BACKENDS, GPT_OSS, plain_layer
 
@@ -36,6 +37,21 @@ def test_refused_with_a_reason(backend: str, format: str, layer: dict[str, Any],
     pretend.flashinfer()
     with pytest.raises(fp4.Unsupported, match=why):
         Layer(format, **layer).prepare(backend, Device.fake(SM100), **how)
+
+
+@pytest.mark.parametrize(("backend", "format", "cc", "act"), [b for b in BACKENDS if b[1] == "mxfp4"])
+@pytest.mark.parametrize("which", ["w13", "w2", "pair"])
+def test_a_global_scale_of_mxfp4_is_not_left_out(backend: str, format: str, cc: tuple[int, int], act: str, which: str) -> None:
+    """flashinfer#1592: these kernels have no operand for it, so the result would be that of a global scale of 1."""
+    pretend.flashinfer()
+    layer = plain_layer(backend, format)
+    if which == "pair":
+        gate, up = (quantized("mxfp4", 4, 96, 160, seed=s, global_scale=torch.tensor(0.5 * s)) for s in (1, 2))
+        layer.w13, layer.pair, layer.order = (gate, up), "different", "gate_up"
+    else:
+        setattr(layer, which, replace(getattr(layer, which), global_scale=torch.tensor(0.5)))
+    with pytest.raises(fp4.Unsupported, match="no place for a global scale"):
+        layer.prepare(backend, Device.fake(cc), act=act)
 
 
 @pytest.mark.parametrize("value", [0.0, float("inf")])

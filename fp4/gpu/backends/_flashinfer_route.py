@@ -142,6 +142,10 @@ def common_moe_reasons(problem: Problem, kinds: Iterable[str], input_scale: bool
     kind = activation_kind(problem)
     if kind not in kinds:
         return f"has no activation {kind}; it has {', '.join(kinds)}: use backend='triton' or 'reference' for this one"
+    if problem.format.name == "mxfp4" and problem.global_scales != "none":
+        return (
+            "has no place for a global scale beside the block scales of mxfp4, and would leave it out: use backend='triton' or 'reference'"
+        )
     if input_scale and not problem.input_scale:
         return "quantises activations to NVFP4 and the weights carry no input_scale (weight-only): give one or use another backend"
     if problem.bias and not biases:
