@@ -50,6 +50,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--mib", type=int, default=128)
     p.add_argument("--buffers", type=int, default=4)
+    p.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp8", "mxfp4"])
     p.add_argument("--no-time", action="store_true", help="compare bytes and compile only")
     p.add_argument("--json")
     a = p.parse_args()
@@ -65,7 +66,7 @@ def main() -> None:
     for width in WIDTHS:
         tokens = (a.mib << 20) // (4 * width)
         hs = [x[: tokens * 2 * width].view(tokens, 2 * width) for x in flat]
-        for name, act_name, order in CASES:
+        for name, act_name, order in [c for c in CASES if c[0] in a.formats]:
             fmt, act = formats.get(name), activation.get(act_name)
             g = torch.tensor(0.002, device="cuda") if fmt.tensor_scale else None
             run = partial(act_and_quantize, activation=act, gate_up=order, format=fmt, recipe=recipe, global_scale=g)
