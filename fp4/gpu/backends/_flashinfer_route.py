@@ -78,6 +78,8 @@ class Route:
             return f"gives activations as {' or '.join(self.acts)}, asked for {problem.act}"
         if problem.act_dtype not in (torch.bfloat16, torch.float16):
             return f"takes bf16 or fp16 x, got {problem.act_dtype}"
+        if problem.format.name == "mxfp4" and problem.global_scales != "none":  # no operand for it: it would be left out
+            return "has no place for a global scale beside the block scales of mxfp4: use backend='triton' or 'reference'"
         return self.why_not(problem)
 
 
@@ -142,10 +144,6 @@ def common_moe_reasons(problem: Problem, kinds: Iterable[str], input_scale: bool
     kind = activation_kind(problem)
     if kind not in kinds:
         return f"has no activation {kind}; it has {', '.join(kinds)}: use backend='triton' or 'reference' for this one"
-    if problem.format.name == "mxfp4" and problem.global_scales != "none":
-        return (
-            "has no place for a global scale beside the block scales of mxfp4, and would leave it out: use backend='triton' or 'reference'"
-        )
     if input_scale and not problem.input_scale:
         return "quantises activations to NVFP4 and the weights carry no input_scale (weight-only): give one or use another backend"
     if problem.bias and not biases:
