@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ def _tensors(where: str, given: Any) -> tuple[QuantizedTensor, ...]:
 def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Concatenate along rows: ``[n_i, k]`` -> ``[sum n_i, k]`` with one global scale, value for value equal to the parts.
 
-    Raises Unsupported when no exact common global scale exists; keep the parts apart then (one ``prepare`` each).
+    The activation scale is the largest of the parts': one x feeds them all, and nothing saturates. Raises Unsupported when no exact common
+    global scale exists; keep the parts apart then (one ``prepare`` each). Raises FormatMismatch when formats, experts or k differ, or
+    only some parts have an activation scale.
     """
     parts = _tensors("fuse", parts)
     refuse_extras("fuse", *parts)
@@ -89,11 +92,13 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
             if bool((s == target).all()):
                 moved.append(q.scale)
                 continue
-            ratio = _log2_ratio(s, target) if q.format.scale == E4M3 else None
-            new = None if ratio is None else rescale(q.scale, ratio.reshape(*ratio.shape, *[1] * (q.scale.ndim - ratio.ndim)))
+            zero = s == 0  # an all-zero part: block scales of 0 say the same under any global scale
+            ratio = _log2_ratio(torch.where(zero, target, s), target) if q.format.scale == E4M3 else None
+            wide = [1] * (q.scale.ndim - s.ndim)
+            new = None if ratio is None else rescale(q.scale, ratio.reshape(*ratio.shape, *wide))
             if new is None:
                 break
-            moved.append(new)
+            moved.append(new.masked_fill(zero.reshape(*zero.shape, *wide), 0))
         if len(moved) == len(parts):
             best, chosen = moved, target
             break
@@ -105,8 +110,13 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
             f"(taking the largest would change values by up to {change:.3g} relative); prepare them separately"
         )
     has = any(q.global_scale is not None for q in parts)
+    inputs = [q.input_scale for q in parts if q.input_scale is not None]
+    if len(inputs) not in (0, len(parts)):
+        raise FormatMismatch(f"fuse: {len(inputs)} of {len(parts)} parts have an input_scale; need all or none")
+    x_scale = reduce(torch.maximum, inputs) if inputs else None
     codes = torch.cat([q.codes for q in parts], -2)
-    return QuantizedTensor(first.format, codes, torch.cat(best, -2), chosen.clone() if has else None, recipe=first.recipe)
+    second = chosen.clone() if has else None
+    return QuantizedTensor(first.format, codes, torch.cat(best, -2), second, recipe=first.recipe, input_scale=x_scale)
 
 
 def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
@@ -124,6 +134,8 @@ def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
             raise FormatMismatch(f"stack: expert {i} is {q}, expert 0 is {first}; need one format and shape")
         if q.codes.ndim != 2:
             raise FormatMismatch(f"stack: expert {i} is {q}; need [n, k]")
+        if q.gate_up != first.gate_up:
+            raise FormatMismatch(f"stack: expert {i} has its rows as {q.gate_up!r}, expert 0 as {first.gate_up!r}; need one order")
 
     def second(name: str) -> torch.Tensor | None:
         have = [s for s in (getattr(q, name) for q in experts) if s is not None]

@@ -55,6 +55,29 @@ def test_fused_projections_keep_every_value() -> None:
     assert torch.equal(weight(joined), torch.cat([weight(p) for p in parts]))
 
 
+def test_fused_projections_keep_the_activation_scale() -> None:
+    """One x feeds all parts: the larger multiplier clips nothing (A11: gate 0.5, up 0.25, either order); never dropped in silence."""
+    parts = [replace(nvfp4(16, 64, 0.25, seed=i), input_scale=torch.tensor(v)) for i, v in enumerate((0.5, 0.25))]
+    for order in (parts, parts[::-1]):
+        assert fuse.fuse(order).input_scale == torch.tensor(0.5)
+    with pytest.raises(fp4.FormatMismatch, match="1 of 2 parts have an input_scale"):
+        fuse.fuse([parts[0], nvfp4(16, 64, 0.25)])
+    assert fuse.fuse([nvfp4(16, 64, 0.25)]).input_scale is None
+
+
+def test_an_all_zero_part_fuses() -> None:
+    """Global scale 0 (ModelOpt's all-zero tensor) beside another: no common power of two, and zero all the same."""
+    parts = [nvfp4(16, 64, 0.25, seed=1), nvfp4(32, 64, 0.0, seed=2), nvfp4(16, 64, 0.5, seed=3)]
+    for order in (parts, parts[::-1], [parts[1], parts[0]], [parts[1], parts[1]]):
+        assert torch.equal(weight(fuse.fuse(order)), torch.cat([weight(p) for p in order]))
+
+
+def test_experts_in_different_row_orders_do_not_stack() -> None:
+    parts = [replace(nvfp4(16, 64, 0.25), gate_up=order) for order in ("gate_up", "up_gate")]
+    with pytest.raises(fp4.FormatMismatch, match="expert 1 has its rows as 'up_gate', expert 0 as 'gate_up'"):
+        fuse.stack(parts)
+
+
 @pytest.mark.parametrize(("a", "b", "low"), [(0.25, 0.3, 0x38), (0.25, 0.25 * 2**12, 0x38), (1.0, 2e-5, 0x38)])
 def test_fusing_what_has_no_exact_common_scale_is_refused(a: float, b: float, low: int) -> None:
     with pytest.raises(fp4.Unsupported, match=r"no exact common one exists .*relative\); prepare them separately"):
