@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import os
 
+from fp4.errors import Fp4Error, shown
+
 __all__ = ["backend", "disabled", "strict"]
+
+
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def backend() -> str | None:
@@ -21,5 +26,9 @@ def disabled() -> frozenset[str]:
 
 
 def strict() -> bool:
-    """``FP4_STRICT=1``: check values too (top-k ids in range, block scales), at the cost of a device synchronisation."""
-    return os.environ.get("FP4_STRICT", "0") not in ("", "0")
+    """``FP4_STRICT=1``: check values too (every top-k id, every block scale), at the cost of a device synchronisation. Raises Fp4Error
+    for a value that is neither on nor off: "false" must not switch it on."""
+    value = os.environ.get("FP4_STRICT", "").strip().lower()
+    if value not in _ON and value not in _OFF:
+        raise Fp4Error(f"environment: FP4_STRICT is {shown(value)}; need 1 or 0")
+    return value in _ON

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -299,6 +301,35 @@ def test_closed_pipe_and_interrupt(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _bad(capsys, "doctor") == "fp4: interrupted\n"
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 2), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_swallowed_signal_still_ends_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int, again: bool
+) -> None:
+    """C code that imports a module clears any error, and leaves the module half imported."""
+    from fp4.cli import doctor
+
+    def collect() -> None:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(number)
+            pytest.fail("nothing was raised")
+        if not again:
+            raise AttributeError("half imported")
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)  # what comes while cleaning up must not end the cleaning
+            cleaned.append(True)
+
+    cleaned: list[bool] = []
+    monkeypatch.setattr(doctor, "collect", collect)
+    got, out, err = _run(capsys, "doctor")
+    assert (got, out) == (status, "")
+    assert err in ("fp4: interrupted\n", "fp4: ended by SIGTERM; nothing is left half written\n")
+    assert bool(cleaned) == again
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ck = _checkpoint(tmp_path / "a")
     tensors = load_file(ck / "model.safetensors")
@@ -347,3 +378,15 @@ def test_demo(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "FAIL  gpt_oss_mxfp4/hf" in done.stdout
     assert "FAIL  MoE of gpt_oss_mxfp4/hf" in done.stdout
+
+
+def test_layout_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bad(capsys, "layout") == "fp4: Missing command. Try: fp4 layout --help\n"
+
+
+def test_too_little_memory_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4.cli import doctor
+
+    for collect in (lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60)):
+        monkeypatch.setattr(doctor, "collect", collect)
+        assert _bad(capsys, "doctor").startswith("fp4: not enough memory for this; ")

@@ -5,6 +5,7 @@ What is installed must not matter, so the vendor libraries are answered for: eac
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import fp4
+from fp4 import env
 from fp4.gpu import registry
 from fp4.gpu.backends import reference, triton
 from fp4.gpu.backends import triton_kernels as tk
@@ -312,3 +314,37 @@ def test_explain_prints_and_returns_the_ranking(only: Any, capsys: pytest.Captur
         fp4.explain(op="moe", format="mxfp4", hiden=3)
     with pytest.raises(fp4.FormatMismatch, match="op is 'conv'"):
         fp4.explain(op="conv")
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("false", False), ("No ", False), ("", False)]
+)
+def test_strict_is_on_or_off(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    monkeypatch.setenv("FP4_STRICT", value)
+    assert env.strict() is on
+
+
+def test_strict_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP4_STRICT", "maybe")
+    with pytest.raises(fp4.Fp4Error, match="FP4_STRICT is 'maybe'; need 1 or 0"):
+        fp4.prepare(fp4.quantize(torch.ones(4, 64)))
+
+
+@pytest.mark.parametrize(
+    ("forced", "best", "words"),
+    [
+        ("reference", "reference", "FP4_BACKEND is set: prepare takes reference"),
+        ("triton_kernels", None, "FP4_BACKEND='triton_kernels' cannot be used: .*; prepare raises this"),
+        ("nonsense", None, "FP4_BACKEND='nonsense' cannot be used: 'nonsense' is not known"),
+    ],
+)
+def test_a_forced_backend_is_what_explain_and_doctor_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forced: str, best: str | None, words: str
+) -> None:
+    from fp4.cli import doctor
+
+    monkeypatch.setenv("FP4_BACKEND", forced)
+    ranking = fp4.explain(format="amdfp4", device="cpu")
+    assert ranking.best == best
+    assert re.search(words, capsys.readouterr().out.splitlines()[-1])
+    assert {row["backend"] for row in doctor.collect()["choices"] if row["op"] == "matmul"} == {best}

@@ -30,26 +30,36 @@ class _Ended(BaseException):
     """A signal that asks to end; unwinds the stack as Ctrl-C does, so that what is half written is removed."""
 
 
-#: what job schedulers, containers and closed terminals send
-_ENDING = ("SIGTERM", "SIGHUP", "SIGXCPU")
+#: Ctrl-C, and what job schedulers, containers and closed terminals send
+_ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU")
+
+
+def _unwinding() -> bool:
+    """Whether the interrupted code is already cleaning up after a signal."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, _Ended):
+        error = error.__context__
+    return error is not None
 
 
 @contextlib.contextmanager
-def _ending() -> Iterator[None]:
-    """Turn the first ending signal into ``_Ended``, ignore more of them meanwhile, and put the handlers back. Ignored ones stay ignored."""
+def _ending() -> Iterator[list[int]]:
+    """Turn ending signals into ``_Ended``, note them in the list, and put the handlers back. One that comes while the stack unwinds is
+    only noted; one after another that was swallowed (C code that imports a module clears any error) is raised. Ignored ones stay so."""
+    got: list[int] = []
     before: dict[int, Any] = {}
 
     def end(number: int, frame: Any) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise _Ended(number)
+        got.append(number)
+        if not _unwinding():
+            raise _Ended(number)
 
     if threading.current_thread() is threading.main_thread():
         for number in (getattr(signal, name, None) for name in _ENDING):
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, end)
     try:
-        yield
+        yield got
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -57,13 +67,25 @@ def _ending() -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Never shows a traceback for bad input."""
-    try:
-        with _ending():
-            return _main(argv)
-    except _Ended as error:
-        number = error.args[0]
-        _say(f"ended by {signal.Signals(number).name}; nothing is left half written")
-        return int(128 + number)
+    status = 0
+    with _ending() as got:
+        try:
+            status = _main(argv)
+        except _Ended as error:
+            got.append(error.args[0])
+        except Exception:
+            if not got:  # else a module that a swallowed signal left half imported, say
+                raise
+    if not got:
+        return status
+    interrupted = got[0] == signal.SIGINT
+    _say("interrupted" if interrupted else f"ended by {signal.Signals(got[0]).name}; nothing is left half written")
+    return 2 if interrupted else int(128 + got[0])
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Python's error, or torch's, which is a RuntimeError on a CPU and a subclass of it on a GPU."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -87,9 +109,9 @@ def _main(argv: Sequence[str] | None) -> int:
             warnings.showwarning = _warning
             status = get_command(app).main(args=None if argv is None else list(argv), prog_name="fp4", standalone_mode=False)
         sys.stdout.flush()
-        if status != 130:  # typer's status for an interrupt
-            return status if isinstance(status, int) else 0
-        _say("interrupted")
+        if status == 130:  # typer's status for an interrupt
+            raise _Ended(signal.SIGINT)
+        return status if isinstance(status, int) else 0
     except (BrokenPipeError, SystemExit):
         # The reader went away (| head); click turns that into SystemExit(1), its only one here, and 1 means a failed check to us.
         # Keep the interpreter from failing again when it flushes.
@@ -102,9 +124,13 @@ def _main(argv: Sequence[str] | None) -> int:
     except click_exception as error:
         _say(error.format_message())
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
+        raise _Ended(signal.SIGINT) from None
     except Fp4Error as error:
         _say(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        _say("not enough memory for this; free some, or take a smaller input or an input of smaller tensors")
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
         _say(f"{named}{error.strerror or error}")

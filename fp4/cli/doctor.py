@@ -62,15 +62,15 @@ def _choices() -> list[dict[str, Any]]:
         for name in ("nvfp4", "mxfp4"):
             extra: dict[str, Any] = {"activation": SiLU(), "gate_up": "gate_up"} if op == "moe" else {}
             ranking = registry.rank(Problem(op=op, format=formats.get(name), device=Device.of(None), **extra))
-            best = ranking[0].verdict if ranking else None
-            note = best.note if isinstance(best, registry.Ok) else "no backend"
-            rows.append({"op": op, "format": name, "backend": ranking.best, "note": note})
+            rows.append({"op": op, "format": name, "backend": ranking.best, "note": ranking.why})
     return rows
 
 
 def collect() -> dict[str, Any]:
     """Everything as plain values. A part that fails is reported as its error and hides nothing else."""
     import fp4
+    from fp4 import env
+    from fp4.errors import Fp4Error
 
     report: dict[str, Any] = {
         "fp4": fp4.__version__,
@@ -91,6 +91,10 @@ def collect() -> dict[str, Any]:
             report["devices"], report["no_gpu"] = value
         else:
             report[part] = value
+    try:
+        env.strict()
+    except Fp4Error as error:
+        report["problems"].append(str(error))
     if "triton" not in report["packages"]:
         report["problems"].append("triton is not installed: no GPU kernels and no Triton reference; pip install 'triton>=3.6'")
     if report["packages"].get("triton-kernels"):

@@ -13,7 +13,6 @@ __all__ = ["app", "parse_shape", "resolve", "same_as"]
 
 app = typer.Typer(
     help="Storage layouts: list, show, equal.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -80,10 +80,22 @@ class Ranking(list[Choice]):
     problem: Problem
     #: vendor libraries that are missing were taken as installed; each line says which
     assumed: bool = False
+    #: what FP4_BACKEND names: ``prepare`` takes that one or fails
+    forced: str | None = None
 
     @property
     def best(self) -> str | None:
-        return self[0].name if self and self[0].verdict else None
+        """The backend that ``prepare`` would take; None when there is none, or when FP4_BACKEND names one that cannot serve."""
+        return next((c.name for c in self if c.verdict and self.forced in (None, c.name)), None)
+
+    @property
+    def why(self) -> str:
+        """The note of the best one, or why there is none."""
+        notes = [c.verdict.note for c in self if isinstance(c.verdict, Ok) and c.name == self.best]
+        if notes or self.forced is None:
+            return notes[0] if notes else "no backend"
+        reason = self.reasons.get(self.forced) or unknown(self.forced, backends(), "fp4 doctor")
+        return f"FP4_BACKEND={shown(self.forced)} cannot be used: {reason}"
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -92,7 +104,10 @@ class Ranking(list[Choice]):
 
     def __str__(self) -> str:
         head = f"{self.problem}, vendor libraries assumed installed" if self.assumed else str(self.problem)
-        return "\n".join([head, *(f"  {c}" for c in self)])
+        lines = [head, *(f"  {c}" for c in self)]
+        if self.forced is not None:
+            lines.append(f"  FP4_BACKEND is set: prepare takes {self.best}" if self.best else f"  {self.why}; prepare raises this")
+        return "\n".join(lines)
 
 
 def _discover() -> Iterator[tuple[str, ModuleType | No]]:
@@ -217,7 +232,7 @@ def rank(problem: Problem, assume_installed: bool = False) -> Ranking:
     """All backends for a problem, best first, each with its rank or its reason; as if every vendor library were here, when told so."""
     ask = assumed_verdict if assume_installed else verdict
     out = Ranking(Choice(name, ask(name, problem)) for name in backends())
-    out.assumed = assume_installed
+    out.assumed, out.forced = assume_installed, env.backend()
     out.sort(key=lambda c: (not c.verdict, c.verdict.rank if isinstance(c.verdict, Ok) else 0, c.name))
     out.problem = problem
     for name in sorted(env.disabled() - set(backends())):
