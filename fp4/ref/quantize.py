@@ -1,7 +1,6 @@
 """Block quantisation and dequantisation by Format and Recipe in torch: the CPU's workers, and the twin of ``triton_quantize``.
 
-Work goes in chunks of blocks, so temporary memory stays near a few times ``CHUNK`` float32 values a thread whatever the tensor's size.
-Groups of chunks go to as many threads as torch uses (``fp4.ref.threads``); each block is computed alone, so no byte depends on that.
+Work goes in chunks of blocks (``fp4.ref.pace``), so temporary memory stays at a few MB whatever the tensor's size.
 """
 
 from __future__ import annotations
@@ -15,24 +14,10 @@ from fp4.errors import FormatMismatch, Fp4Error
 from fp4.formats import Format
 from fp4.recipe import Recipe
 from fp4.ref.codes import INT32, decode, encode_magnitude, pack_nibbles, signed_code, value_table
+from fp4.ref.pace import GROUP, paced
 from fp4.ref.scales import block_factor, default_global_scale, scale_bytes
-from fp4.ref.threads import share
 
 __all__ = ["dequantize_blocks", "quantize_blocks", "tensor_amax"]
-
-#: elements in a chunk where torch has several threads: below 32768, its grain, each step runs on the calling thread. The steps are short:
-#: waking other threads for each costs more than it gains, and far more when the cores are busy
-CHUNK = 30720
-#: elements in a chunk where torch has one thread, in ``share``'s threads too: fewer steps, and the temporaries fit the second-level cache
-WIDE = 4 * CHUNK
-#: elements of a group, which one thread takes at once: some 5 ms of quantising, 1 ms of dequantising
-GROUP = 4 * WIDE
-
-
-def _chunk(device: torch.device) -> int:
-    if device.type != "cpu":
-        return 1 << 26
-    return WIDE if torch.get_num_threads() == 1 else CHUNK
 
 
 def _group(device: torch.device) -> int:
@@ -70,16 +55,16 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
         return finite_amax(x)
     found = [torch.zeros((), dtype=torch.float32, device=x.device)]
 
-    def largest(group: torch.Tensor) -> None:
-        for piece in torch.split(group, max(1, _chunk(x.device) // x.shape[-1])):
+    def largest(chunk: int, group: torch.Tensor) -> None:
+        for piece in torch.split(group, max(1, chunk // x.shape[-1])):
             size = piece.abs()
             top = size.amax().to(torch.float32)
             if size.device.type != "cpu" or not bool(torch.isfinite(top)):
                 top = size.where(torch.isfinite(size), 0).amax().to(torch.float32)
-            found.append(top)
+            found[0] = torch.maximum(found[0], top)
 
-    share(largest, ((group,) for group in _groups(x, x.shape[-1]) if x.numel()), x)
-    return torch.stack(found).amax()
+    paced(largest, ((group,) for group in _groups(x, x.shape[-1]) if x.numel()), x)
+    return found[0]
 
 
 def _expert_amax(x: torch.Tensor) -> torch.Tensor:
@@ -105,10 +90,10 @@ def _f32(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 def _quantize_group(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
+    chunk: int, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: Format, recipe: Recipe, g: torch.Tensor, gs: torch.Tensor
 ) -> None:
     """x [n, block] of any float type -> codes u8 [n, block / codes_per_byte], scale u8 [n]; elements go by the chunk, scales at once."""
-    rows = max(1, _chunk(x.device) // fmt.block)
+    rows = max(1, chunk // fmt.block)
     amax = torch.cat([block_amax(_f32(part, recipe), recipe) for part in torch.split(x, rows)])
     byte = scale_bytes(amax, fmt, recipe, g, gs, x.dtype)
     six = Factors(byte, amax, fmt, recipe, g, gs)
@@ -236,7 +221,7 @@ def _quantize_into(
             yield piece, codes[at : at + n], scale[at : at + n]
             at += n
 
-    share(lambda piece, c, s: _quantize_group(piece, c, s, fmt, recipe, g, gs), groups(), x)
+    paced(lambda chunk, piece, c, s: _quantize_group(chunk, piece, c, s, fmt, recipe, g, gs), groups(), x)
 
 
 @lru_cache(maxsize=64)
@@ -278,9 +263,9 @@ def _dequantize_into(codes: torch.Tensor, scale: torch.Tensor, g: torch.Tensor |
         return
     table, scales = _byte_values(fmt, codes.device), value_table(fmt.scale, codes.device)
     width = fmt.block // fmt.codes_per_byte
-    rows = max(1, _chunk(codes.device) // fmt.block)
 
-    def values(codes: torch.Tensor, byte: torch.Tensor, out: torch.Tensor) -> None:
+    def values(chunk: int, codes: torch.Tensor, byte: torch.Tensor, out: torch.Tensor) -> None:
+        rows = max(1, chunk // fmt.block)
         for c, b, o in zip(torch.split(codes, rows), torch.split(byte, rows), torch.split(out, rows), strict=True):
             s = scales.index_select(0, b.to(INT32))
             if g is not None:
@@ -296,7 +281,7 @@ def _dequantize_into(codes: torch.Tensor, scale: torch.Tensor, g: torch.Tensor |
             yield piece, flat[at : at + n], written[at : at + n]
             at += n
 
-    share(values, groups(), out)
+    paced(values, groups(), out)
 
 
 def quantize_tensor(
