@@ -22,6 +22,7 @@ from fp4 import formats
 from fp4.errors import FormatMismatch, Fp4Error, LayoutError, LayoutMismatch
 from fp4.formats import Format
 from fp4.recipe import CHOICES, Recipe
+from fp4.ref import pace
 from fp4.ref import quantize as ref
 from fp4.ref import triton_quantize as golden
 from fp4.ref.triton_amax import finite_amax
@@ -661,7 +662,9 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.cat((x, x), 1)[:, :160]
     want, values = fp4.quantize(x), fp4.dequantize(fp4.quantize(x))
     for chunk in (16, 100, 1 << 12):
-        monkeypatch.setattr(ref, "CHUNK", chunk)
+        for name in ("NARROW", "ALONE", "WIDE"):
+            monkeypatch.setattr(pace, name, chunk)
+        monkeypatch.setattr(ref, "GROUP", 3 * chunk)
         for t in (x, wide):
             got = fp4.quantize(t)
             assert_same_bytes(got.codes, want.codes)
