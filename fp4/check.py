@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 
 from fp4.errors import FormatMismatch, Fp4Error, shown
 
-__all__ = ["FLOATS", "axis", "choice", "dense", "float_dtype", "raw_bytes", "share", "whole"]
+__all__ = ["FLOATS", "axis", "choice", "dense", "float_dtype", "path", "raw_bytes", "share", "whole"]
 
 #: dtypes of values on the way in and out
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,6 +86,14 @@ def dense(where: str, what: str, t: Any, device: torch.device | None = None, err
     if device is not None and t.device.type == "meta" and device.type != "meta":
         raise error(f"{where}: {what} is on the meta device and has no values; load it first, {device} needs them")
     return t
+
+
+def path(where: str, value: Any, error: type[Fp4Error] = Fp4Error) -> Path:
+    """``value`` as the Path of a file or folder: text or os.PathLike, on one line."""
+    name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not name or any(c < " " for c in name):
+        raise error(f"{where}: path is {shown(value)}; need the name of a file or folder, without control characters")
+    return Path(name)
 
 
 def raw_bytes(where: str, what: str, t: Any, error: type[Fp4Error] = FormatMismatch) -> torch.Tensor:

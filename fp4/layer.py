@@ -7,12 +7,13 @@ inside the ops ``fp4::matmul`` and ``fp4::moe``, which carry the weight as an in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fp4 import check, env, formats
-from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch
+from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, Unsupported
 from fp4.formats import Format
 from fp4.gpu import registry
 from fp4.gpu.build import prepare, prepare_moe
@@ -35,10 +36,11 @@ def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_d
     """``y[..., n] = x[..., k] @ W[n, k]^T + bias[n]``, accumulated in float32, rounded once to ``out_dtype`` (default: x's dtype).
 
     x: one of ``w.act_dtypes``, on w's device; a non-contiguous x is copied. Raises FormatMismatch, LayoutMismatch (x or w elsewhere).
+    Forward only: a backward through the result raises Unsupported.
     """
     if type(w) is not Prepared:
         raise _not_prepared("matmul", w, "fp4.prepare(w)")
-    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _wants_gradient(x, bias)):
         return _matmul(x, w, bias, out_dtype)
     _need_tensors("matmul", x=x, bias=bias)
     return torch.ops.fp4.matmul(x, bias, _handle(w), w.n, out_dtype)  # type: ignore[no-any-return]
@@ -55,10 +57,14 @@ def moe(
     """
     if type(ex) is not PreparedMoE:
         raise _not_prepared("moe", ex, "fp4.prepare_moe(w13, w2, ...)")
-    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _wants_gradient(x, topk_weights)):
         return _moe(x, ex, topk_ids, topk_weights, out_dtype)
     _need_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     return torch.ops.fp4.moe(x, topk_ids, topk_weights, _handle(ex), out_dtype)  # type: ignore[no-any-return]
+
+
+def _wants_gradient(x: torch.Tensor, other: Any) -> bool:
+    return x.requires_grad or getattr(other, "requires_grad", False)
 
 
 def _handle(w: Prepared | PreparedMoE) -> int:
@@ -200,6 +206,36 @@ def _moe_fake(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle:
 for _name, _impl, _fake in (("matmul", _matmul_op, _matmul_fake), ("moe", _moe_op, _moe_fake)):
     _lib.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4::{_name}", _fake, lib=_lib)
+
+
+# There is no backward. A graph that a compiler traces may hold one that never runs, so it is an op that raises when it does.
+_lib.define("no_backward(Tensor grad, SymInt[] shape, ScalarType dtype, str where) -> Tensor")
+
+
+def _no_backward(grad: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, where: str) -> torch.Tensor:
+    raise Unsupported(f"{where}: has no backward; call it under torch.no_grad(), or train on fp4.fake_quantize(weight)")
+
+
+def _no_backward_fake(grad: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, where: str) -> torch.Tensor:
+    return grad.new_empty(shape, dtype=dtype)
+
+
+_lib.impl("no_backward", _no_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fp4::no_backward", _no_backward_fake, lib=_lib)
+
+
+def _refuse_backward(where: str) -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.like = [(t.shape, t.dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else None for t in inputs]
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(torch.ops.fp4.no_backward(grad, *like, where) if like else None for like in ctx.like)
+
+    torch.library.register_autograd(f"fp4::{where}", backward, setup_context=setup, lib=_lib)
+
+
+_refuse_backward("matmul")
+_refuse_backward("moe")
 
 
 # ---------------------------------------------------------------------------------------------------------------- words

@@ -32,6 +32,8 @@ class QuantizedTensor:
         global_scale: f32 [] or [experts]             multiplier, or None (= 1); finite, 0 only for an all-zero tensor or expert
         input_scale:  f32 [] or [experts]             multiplier of the quantised activation, or None; finite and above 0
 
+    Stored numbers carry no gradient: the scale of a quantised Parameter is detached.
+
     ``shape`` and ``axis`` describe the unquantised tensor: ``axis`` is its quantised dimension. Raises FormatMismatch when a dtype or
     shape disagrees with the format, and for a global or input scale on the CPU that is NaN, infinite or negative. On a GPU reading
     it would be a synchronisation, so there ``prepare`` and ``prepare_moe`` look, once, and ``fp4.dequantize`` does not.
@@ -111,7 +113,7 @@ class QuantizedTensor:
             if t.dtype == torch.float64:
                 raise FormatMismatch(f"{where}: {name} is float64; need float32, round it yourself so that the loss is visible")
             t = t.to(torch.float32)  # by value: bf16 bytes read as f32 would be zero (flashinfer#3398)
-        t = t.to(self.codes.device)
+        t = t.detach().to(self.codes.device)
         if t.numel() == 1 and self.codes.ndim < 3:
             t = t.reshape(())
         experts = self.codes.shape[0] if self.codes.ndim >= 3 else None
@@ -130,7 +132,7 @@ class QuantizedTensor:
             raise FormatMismatch(f"{where}: extras holds one of lora_a and lora_b; need both")
         for name, t in self.extras.items():
             check.dense(where, f"{name} of extras", t, self.codes.device)
-        object.__setattr__(self, "extras", {name: t.to(self.codes.device) for name, t in self.extras.items()})
+        object.__setattr__(self, "extras", {name: t.detach().to(self.codes.device) for name, t in self.extras.items()})
 
     def bare(self) -> QuantizedTensor:
         """The codes and scales without ``extras``: says that the caller multiplies x and adds the branch itself."""

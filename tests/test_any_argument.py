@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fp4
 from fp4 import check, fuse
@@ -26,7 +28,7 @@ class Subclass(torch.Tensor):
 def _things() -> dict[str, Any]:
     sparse, ints = torch.eye(64).to_sparse(), torch.ones(4, 64, dtype=torch.int64)
     out: dict[str, Any] = {
-        "none": None, "one": 1, "minus one": -1, "70 bits": 1 << 70, "thousands of digits": 10**5000, "float": 1.5, "nan": float("nan"),
+        "none": None, "one": 1, "minus one": -1, "70 bits": 1 << 70, "thousands of digits": 10**4000, "float": 1.5, "nan": float("nan"),
         "infinity": float("inf"), "true": True, "text": "x", "no text": "", "lines": "a\nb" * 900, "bytes": b"x", "list": [1, 2],
         "object": object(), "dict": {}, "class": int, "function": len, "array": np.zeros(3), "float32": np.float32(2), "int64": np.int64(1),
         "scalar": torch.tensor(1.0), "scalar int": torch.tensor(1), "empty": torch.empty(0), "no rows": torch.empty(0, 64),
@@ -134,3 +136,29 @@ def test_what_a_message_shows_is_short_and_reads_no_values() -> None:
     assert shown("a\n" * 99).startswith("'a")
     assert len(shown("a" * 999)) == 80
     assert shown(10**5000) == "an integer of 16610 bits"
+
+
+@pytest.mark.parametrize("kind", list(_things()))
+@pytest.mark.parametrize("verb", ["open_checkpoint", "load_prepared", "save", "trust", "activations", "rename", "name", "dequantize"])
+def test_any_path_option_or_name_of_a_checkpoint(verb: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    thing, file = _things()[kind], tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(2)}, file)
+    calls: dict[str, Callable[[], Any]] = {
+        "open_checkpoint": lambda: fp4.open_checkpoint(thing),
+        "load_prepared": lambda: fp4.load_prepared(thing),
+        "save": lambda: fp4.prepare(Q).save(thing),
+        "trust": lambda: fp4.open_checkpoint(file, trust=thing),
+        "activations": lambda: fp4.open_checkpoint(file, activations=thing),
+        "rename": lambda: fp4.open_checkpoint(file, rename=thing),
+        "name": lambda: fp4.open_checkpoint(file)[thing],
+        "dequantize": lambda: fp4.open_checkpoint(file).dequantize("a", thing),
+    }
+    try:
+        calls[verb]()
+    except fp4.Fp4Error as error:
+        said = str(error)
+    else:
+        return
+    assert len(said.splitlines()) == 1
+    assert len(said) < 600

@@ -328,7 +328,7 @@ def test_paths(tmp_path: Path) -> None:
     refused(tmp_path / "pytorch_model.bin", "is a pickle")
     (tmp_path / "x.gguf").write_bytes(b"x")
     refused(tmp_path / "x.gguf", "is not a checkpoint")
-    refused(Path("a\0b"), "not a usable path|does not exist")
+    refused(Path("a\0b"), "not a usable path|control characters|does not exist")
     refused(Path("x" * 5000), "not a usable path")
 
 
@@ -636,7 +636,7 @@ def test_names_that_are_not_tensors(tmp_path: Path) -> None:
         ck[f"{L}mlp.up_proj.weight_scale"]
     with pytest.raises(fp4.CheckpointError, match="has no tensor"):
         ck.dequantize("nope")
-    with pytest.raises(fp4.CheckpointError, match="cannot hold the values"):
+    with pytest.raises(fp4.CheckpointError, match="cannot hold values"):
         ck.dequantize("lm_head.weight", torch.uint8)
     for options in ({"trust": "me"}, {"activations": "none"}):
         refused(tmp_path, "need", **options)

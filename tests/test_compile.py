@@ -271,3 +271,43 @@ def test_warmup_runs_every_size(linear: Prepared, experts: PreparedMoE) -> None:
     fp4.warmup(linear, 20)
     fp4.warmup(experts, 5, topk=2)
     assert Device.of(DEVICE).kind == linear.problem.device.kind
+
+
+P = torch.nn.Parameter
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_parameters_are_quantised_and_used_without_no_grad(fmt: str) -> None:
+    """Weights of a model are Parameters, and few people write torch.no_grad() around a first try."""
+    weight, x = P(torch.randn(48, 64)), torch.randn(3, 64)
+    q = fp4.quantize(weight, fmt)
+    assert q.global_scale is None or not q.global_scale.requires_grad
+    assert fp4.dequantize(q).shape == fp4.fake_quantize(weight, fmt).shape == (48, 64)
+    assert fp4.dequantize(fp4.quantize(weight, fmt, scale_layout="sf_128x4").restore()).shape == (48, 64)
+    assert fp4.matmul(P(x), fp4.prepare(q), bias=P(torch.ones(48))).shape == (3, 48)
+    w13, w2 = fp4.quantize(P(torch.randn(2, 64, 64)), fmt), fp4.quantize(P(torch.randn(2, 64, 32)), fmt)
+    ex = fp4.prepare_moe(w13, w2, gate_up="gate_up", bias13=P(torch.ones(2, 64)), bias2=P(torch.ones(2, 64)))
+    assert not any(t.requires_grad for t in ex.arrays.values())
+    assert fp4.moe(x, ex, torch.zeros(3, 1, dtype=torch.int64), P(torch.ones(3, 1))).shape == (3, 64)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("of", ["x", "bias", "weights"])
+def test_a_backward_is_refused_and_not_silently_without_gradient(compiled: bool, of: str) -> None:
+    w = fp4.prepare(fp4.quantize(torch.randn(48, 64)))
+    ex = fp4.prepare_moe(fp4.quantize(torch.randn(2, 64, 64)), fp4.quantize(torch.randn(2, 64, 32)), gate_up="gate_up")
+    x, ids, ones = P(torch.randn(3, 64)), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    call = {
+        "x": lambda: fp4.matmul(x * 2, w),
+        "bias": lambda: fp4.matmul(x.detach(), w, bias=P(torch.ones(48)), out_dtype=torch.bfloat16),
+        "weights": lambda: fp4.moe(x.detach(), ex, ids, P(ones)),
+    }[of]
+    if compiled:
+        if of != "x":
+            pytest.skip("Parameters are made inside")
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    y = call()
+    with pytest.raises(fp4.Unsupported, match=r"has no backward; call it under torch.no_grad\(\)"):
+        y.sum().backward()
+    with torch.no_grad():
+        assert not call().requires_grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from fp4 import check
 from fp4.checkpoint.base import Checkpoint, CheckpointWarning, Dialect, Options, make
 from fp4.checkpoint.comfy import Comfy
 from fp4.checkpoint.compressed_tensors import CompressedTensors
@@ -16,7 +17,7 @@ from fp4.checkpoint.modelopt import ModelOpt
 from fp4.checkpoint.plain import Plain, Refused
 from fp4.checkpoint.quark import Quark
 from fp4.checkpoint.torchao import TorchAO
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointError, shown
 
 __all__ = ["DIALECTS", "Checkpoint", "CheckpointWarning", "open_checkpoint"]
 
@@ -53,8 +54,10 @@ def open_checkpoint(
 
     Raises CheckpointError for damaged files, missing companions, unknown algorithms, contradictions, and tensors left over.
     """
-    if trust not in ("config", "tensors"):
-        raise CheckpointError(f"open_checkpoint: trust is {trust!r}; need 'config' or 'tensors'")
-    if activations not in (None, "weight_only", "dynamic"):
-        raise CheckpointError(f"open_checkpoint: activations is {activations!r}; need None, 'weight_only' or 'dynamic'")
-    return make(path, DIALECTS, Options(trust, activations, rename, repair))
+    if not isinstance(trust, str) or trust not in ("config", "tensors"):
+        raise CheckpointError(f"open_checkpoint: trust is {shown(trust)}; need 'config' or 'tensors'")
+    if activations is not None and (not isinstance(activations, str) or activations not in ("weight_only", "dynamic")):
+        raise CheckpointError(f"open_checkpoint: activations is {shown(activations)}; need None, 'weight_only' or 'dynamic'")
+    if rename is not None and not (isinstance(rename, Mapping) and all(isinstance(s, str) for pair in rename.items() for s in pair)):
+        raise CheckpointError(f"open_checkpoint: rename is {shown(rename)}; need a dict of names, the config's to the file's")
+    return make(check.path("open_checkpoint", path, CheckpointError), DIALECTS, Options(trust, activations, rename, repair))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fp4 import errors
 from fp4.checkpoint.config import Config
 from fp4.checkpoint.index import Store
 from fp4.checkpoint.kv import KVConfig, KVScale, collect_kv, read_kv, require_kv
@@ -228,10 +229,12 @@ class Checkpoint:
         return len(self._records)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._records
+        return isinstance(name, str) and name in self._records
 
     def record(self, name: str) -> Record:
         """How a tensor is stored. Raises CheckpointError for a name that is not one of ``names()``."""
+        if not isinstance(name, str):
+            raise CheckpointError(f"{self.path}: a name is {errors.shown(name)}; need one of names()")
         record = self._records.get(name)
         if record is not None:
             return record
@@ -240,7 +243,7 @@ class Checkpoint:
         owner = self._companions.get(name)
         if owner is not None:
             raise CheckpointError(f"{self.path}: {name!r} is a companion of {owner!r}; ask for that")
-        raise CheckpointError(f"{self.path}: has no tensor {name!r}; names() lists its {len(self._records)}")
+        raise CheckpointError(f"{self.path}: has no tensor {errors.shown(name)}; names() lists its {len(self._records)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor as the unquantised model holds it."""
@@ -266,7 +269,9 @@ class Checkpoint:
         Tensors that were not quantised keep their values and, unless they are floating point, their dtype.
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-            raise CheckpointError(f"dequantize {name!r}: dtype {dtype} cannot hold the values; need float32, bfloat16, float16 or float64")
+            raise CheckpointError(
+                f"dequantize {errors.shown(name)}: dtype {errors.shown(dtype)} cannot hold values; need float32, bfloat16, float16, float64"
+            )
         return self._values(self.record(name), dtype, fold, None)
 
     def _values(self, record: Record, dtype: torch.dtype, fold: bool, after_step: Any) -> torch.Tensor:

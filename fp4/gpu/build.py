@@ -116,6 +116,7 @@ def prepare_moe(
             raise FormatMismatch(f"{where_}: {name} is {type(given).__name__}; need one tensor, the rows in the order of w13's")
         if given is not None:
             check.dense(where_, name, given, a.device)
+    bias13, bias2 = (None if t is None else t.detach() for t in (bias13, bias2))
     tp = check.share(where_, "tp", tp)
     topk = None if topk is None else check.whole(where_, "topk", topk, 1)
     num_experts = None if num_experts is None else check.whole(where_, "num_experts", num_experts, 1)

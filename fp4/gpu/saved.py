@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fp4 import check
 from fp4.errors import CheckpointError, Fp4Error
 from fp4.gpu import storage
 from fp4.gpu.device import Device
@@ -37,10 +39,10 @@ def write(p: Any, path: str | Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path = Path(path)
-    if not path.parent.is_dir():
+    path = check.path("save", path)
+    if not os.path.isdir(path.parent):
         raise Fp4Error(f"save: {path}: the folder {path.parent} does not exist; make it first")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise Fp4Error(f"save: {path} is a folder; give the name of a file")
     arrays = {n: t.contiguous() for n, t in p.arrays.items()}
     about = {
@@ -71,6 +73,10 @@ def read(path: str | Path, device: torch.device | str | None) -> Any:
 
     from fp4.gpu import build
 
+    path = check.path("load", path, CheckpointError)
+    if not os.path.isfile(path):  # the methods of Path raise for a name that is too long
+        what = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise CheckpointError(f"load: {path} {what}; give a file that w.save(path) wrote")
     target = None
     if device is not None:
         Device.of(device)  # a typed error for a device that is none
