@@ -132,6 +132,23 @@ def test_gpt_oss_sizes() -> None:
         assert torch.equal(got.scale, given.scale)
 
 
+@pytest.mark.parametrize("tokens", [5, 257, 4096])
+@pytest.mark.parametrize("local", [None, (2, 4)])
+def test_ids_that_are_not_here_and_experts_named_twice(tokens: int, local: tuple[int, int] | None) -> None:
+    """-1 reaches the kernel for every id that is not here; the outer experts overflow, and 0 * inf would be NaN. An expert named twice by
+    one token counts twice. Three sizes: FlashInfer sorts small and large batches by different kernels."""
+    layer = Layer(8, 320, 192, "interleaved", GPT_OSS, True)
+    layer.w2.scale[[0, -1]] = 254
+    x, ids, weights = layer.batch(tokens, 4)
+    ids = 2 + ids % 2  # experts 2 and 3, most of them twice
+    ids[:, 1] = torch.tensor([-1, 8, 2**40, -(2**40), 99], device="cuda")[torch.arange(tokens, device="cuda") % 5]
+    if local:
+        ids[::3, 2] = 0  # another rank's
+    y = fp4.moe(x, layer.prepare(local_experts=local), ids, weights)
+    here = torch.where(ids == 0, -1, ids)
+    assert distance(y, layer.golden(x, here, weights)) < BOUND
+
+
 def test_local_experts() -> None:
     layer = Layer(8, 256, 128, "interleaved", GPT_OSS, True)
     x, ids, weights = layer.batch(33, 3)
