@@ -540,6 +540,7 @@ def deepseek_v4_nvfp4() -> cb.Example:
             ex.want[f"{draft}.weight"] = ex.want[f"{m}.weight"]
             cb.add_nvfp4(ex, m, 64, 64, 0.5, 0.25, seed=3 * e + i)
     ex.config["quantization_config"]["moe_quant_algo"] = "NVFP4"
+    ex.tensors["embed.weight"] = cb.floats(64, 64)
     layers = {n.removesuffix(".weight_scale"): {"quant_algo": "NVFP4", "group_size": 16} for n in ex.tensors if n.endswith(".weight_scale")}
     exclude = ["*.attn.*", "*.ffn.shared_experts.*", "*.ffn.gate.*", "embed.weight", "*.hc_*"]
     ex.nested = {
@@ -556,6 +557,7 @@ def test_i_deepseek_v4_with_modelopts_list(tmp_path: Path) -> None:
     """hf_quant_config.json beside config.json's FP8 block is no leftover: it lists the experts that are NVFP4."""
     ex = deepseek_v4_nvfp4()
     ck = check(ex.write(tmp_path / "a"), ex, "deepseek")
+    assert ck.patterns["embed"] == 1
     assert {ck.record(f"{p}.0.ffn.experts.1.w2.weight").format.name for p in ("layers", "mtp")} == {"nvfp4", "mxfp4"}
     # newer files repeat the list in config.json, by containers and with the draft's experts excluded by name
     quant = ex.config["quantization_config"]

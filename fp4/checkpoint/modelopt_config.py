@@ -227,7 +227,8 @@ class Settings:
                 f"{plan.place}: {where}: quant_algo {self.algo!r} is not known; need one of {', '.join(ALGOS)} or MIXED_PRECISION"
             )
         self.group = cls._group(plan, view.get("group_size"), self.algo, where)
-        self.exclude = view.get("exclude_modules", [])
+        # ModelOpt's script for DeepSeek-V4 names some tensors instead of modules: embed.weight, head.weight
+        self.exclude = [p.removesuffix(".weight") for p in view.get("exclude_modules", [])]
         self.with_input = view.get("with_input_scale", True) is not False
         for key, entry in view.get("quantized_layers", {}).items():
             place = f"{where} quantized_layers[{key!r}]"
