@@ -14,6 +14,7 @@ import torch
 
 from fp4.gpu.kernels import frag
 from fp4.gpu.kernels.dense import table
+from fp4.gpu.kernels.dense_fp8 import hopper_table
 from fp4.layouts import layouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
@@ -69,21 +70,21 @@ ROUTES = [
     {"kernel": "plain", "BM": 16, "R": 4, "U": 4, "NW": 4},
     {"kernel": "plain", "BM": 64, "R": 4, "U": 4, "NW": 8},
     {"kernel": "dequantize"},
-    {"kernel": "wide", "BT": 64, "R": 1, "U": 4, "XS": 4, "GM": 8, "SPLIT": 3, "NW": 4, "PDL": 1},
-    {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XS": 6, "GM": 8, "SPLIT": 2, "NW": 4},
-    {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 5, "GM": 8, "SPLIT": 1, "NW": 8},
-    {"kernel": "wide", "BT": 128, "R": 1, "U": 4, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},
-] + [{k: v for k, v in r.items() if k not in ("m_max", "n_min")} for r in table()["sm90"] if r["kernel"] == "ws"]
+    {"kernel": "wide", "BT": 64, "R": 2, "U": 4, "XS": 6, "GM": 8, "SPLIT": 3, "NW": 4, "PDL": 1},
+    {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},
+]
+#: and every Hopper row that the table picks, once
+_PICKED = [{k: v for k, v in r.items() if k not in ("m_max", "n_min", "block")} for r in table()["sm90"]]
+ROUTES += list({str(r): r for r in _PICKED if r["kernel"] in ("wide", "ws")}.values())
+ROUTES_W4A8 = list({str(r): r for _, _, r in hopper_table()}.values())
 #: what no row of the table picks, each in a process of its own: one that never ends fails one test
 SPECIALISED = [
     {"kernel": "ws", "BT": 128, "R": 2, "U": 2, "SK": 2, "XS": 6, "NW": 8, "CUT": 0, "PER": 1, "PDL": 1},
-    {"kernel": "ws", "BT": 256, "R": 1, "U": 2, "SK": 1, "XS": 6, "NW": 8, "CUT": 1, "PER": 1},
     {"kernel": "ws", "BT": 64, "R": 2, "U": 4, "SK": 2, "XS": 8, "NW": 8, "CUT": 2, "PER": 1},
     {"kernel": "ws", "BT": 64, "R": 1, "U": 4, "SK": 2, "XS": 6, "NW": 4, "CUT": 1, "PER": 2, "PDL": 1},
-    {"kernel": "ws8", "BT": 256, "R": 1, "SK": 2, "XS": 3, "NW": 8},
     {"kernel": "ws8", "BT": 128, "R": 1, "SK": 1, "XS": 6, "NW": 8, "PDL": 1},
 ]
-SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056)]
+SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056), (272, 8192)]
 
 
 def forced(row, codes, scale, second, block):
@@ -357,6 +358,22 @@ def test_w4a8_is_exact_but_for_the_quantised_x(m, n, k, wide):
     with_bias = d(x, bias, torch.float32)
     assert torch.allclose(with_bias, y + bias, rtol=1e-5, atol=1e-3)
     assert torch.isfinite(d(torch.zeros_like(x))).all()
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("row", ROUTES_W4A8, ids=lambda r: "-".join(map(str, (type(r).__name__, *r))))
+def test_every_w4a8_route(row):
+    """Ragged n and k, several tiles of m; a float32 output, which shortens the ring, and bf16."""
+    for n, k in ((512, 1024), (100, 32), (1000, 2880)):
+        for m in (1, 130, 600):
+            d, w, x = w4a8(n, k, m, True)
+            d._table = ((None, 0, row),)
+            q, xs = quantised(d, x, True)
+            x8 = q[:, :k].double() * xs.double()
+            y = d(x, None, torch.float32)
+            assert ((y.double() - x8 @ w.T).abs() / (x8.abs() @ w.abs().T)).max() <= W4A8_BOUND
+            assert torch.equal(d(x), y.bfloat16())
+            assert torch.equal(d(x), d(x))
 
 
 def test_w4a8_machine_code_for_sm89():

@@ -124,7 +124,7 @@ class Dense:
         for row in self._rows:
             if row["m_max"] is not None and m > row["m_max"]:
                 continue
-            if self.n < row["n_min"]:
+            if self.n < row["n_min"] or row.get("block", self.block) != self.block:
                 continue
             if row["kernel"] == "small" and -(-self.kt // (row["WK"] * row["U"])) > _STEPS:
                 continue
@@ -208,8 +208,28 @@ class Dense:
 
         return run
 
+    def _permute(self, counts: int) -> Any:
+        """``permute_x``: (x, m, stream, address of the output, address of ``counts`` counters to zero) -> None."""
+        from fp4.gpu.kernels.wide_m import permute_x
+
+        block = min(32, 1 << (self.kt - 1).bit_length())
+        signature = {"x_ptr": "*i32", "o_ptr": "*i32", "count_ptr": "*i32", "words": "i32", "tiles": "i32"}
+        constants = {"B": block, "COUNTS": counts}
+        kernel = launch.build(permute_x, signature, constants, num_warps=4, aligned=self._aligned(words=self.k // 2))
+        columns, k, kt = -(-self.kt // block), self.k, self.kt
+
+        def run(x: torch.Tensor, m: int, stream: int, out: int, count: int) -> None:
+            kernel(m, columns, stream, x.data_ptr(), out, count, k // 2, kt, block, counts)
+
+        return run
+
+    def _counters(self, row: dict[str, Any], m: int, tiles_n: int) -> int:
+        """Counters that a cut product of the row's largest m needs: one kernel of ``permute_x`` for all its m."""
+        top = -(-max(m, row.get("m_max") or 0) // 64) * 64  # a plan serves the m of a class of 64
+        return 1 << int(tiles_n * -(-top // row["BT"]) - 1).bit_length()
+
     def _wide(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels.wide_m import permute_x, wide_m
+        from fp4.gpu.kernels.wide_m import wide_m
 
         bt, r, nw, split = row["BT"], row["R"], row["NW"], row["SPLIT"]
         bn = r * nw * 16
@@ -223,22 +243,16 @@ class Dense:
             "bias_ptr": bias_type, "y_ptr": _TYPES[out], "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32",
             "oc": "i32",
         }  # fmt: skip
-        aligned = self._aligned(N=self.n, KT=self.kt)
-        kernel = launch.build(wide_m, signature, constants, num_warps=nw, aligned=aligned, pdl=bool(row.get("PDL")))
-        counts = 0 if split == 1 else 1 << (tiles_n * -(-max(m, 64) // bt) * 2 - 1).bit_length()
-        block = min(32, 1 << (self.kt - 1).bit_length())
-        px = launch.build(
-            permute_x,
-            {"x_ptr": "*i32", "o_ptr": "*i32", "count_ptr": "*i32", "words": "i32", "tiles": "i32"},
-            {"B": block, "COUNTS": counts},
-            num_warps=4,
-            aligned=self._aligned(words=self.k // 2),
-        )
+        kernel = launch.build_ring(
+            wide_m, signature, constants, slot=bt * 128, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt),
+            pdl=bool(row.get("PDL")),
+        )  # fmt: skip
+        counts = 0 if split == 1 else self._counters(row, m, tiles_n)
+        px = self._permute(counts)
         alpha = self._alpha[half].data_ptr()
         head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
         tail = launch.constants_in_order(wide_m, constants)
-        n, kt, k, oc, index, device = self.n, self.kt, self.k, self._windows[half].oc, self._index, self.device
-        columns = -(-kt // block)
+        n, kt, oc, index, device = self.n, self.kt, self._windows[half].oc, self._index, self.device
         raw_stream = _raw_stream
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
@@ -248,20 +262,19 @@ class Dense:
             space = torch.empty(words + (0 if split == 1 else split * m * n + counts), dtype=torch.int32, device=device)
             sp, yp = space.data_ptr(), y.data_ptr()
             part, count = (alpha, alpha) if split == 1 else (sp + 4 * words, sp + 4 * (words + split * m * n))
-            px(m, columns, stream, x.data_ptr(), sp, count, k // 2, kt, block, counts)
+            px(x, m, stream, sp, count)
             kernel(tiles, split, stream, sp, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, *tail)
 
         return run
 
     def _ws(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels.wide_m import permute_x
-        from fp4.gpu.kernels.ws_m import ws_m
+        from fp4.gpu.kernels.ws_m import share, ws_m
 
-        bt, u, nw, per = row["BT"], row["U"], row["NW"], row["PER"]
+        bt, u, sk, nw, per = row["BT"], row["U"], row["SK"], row["NW"], row["PER"]
         bn = row["R"] * nw * 16
         tiles_n, steps = -(-self.n // bn), -(-self.kt // u)
         constants = {
-            **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": row["R"], "U": u, "SK": row["SK"],
+            **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": row["R"], "U": u, "SK": sk,
             "XS": row["XS"], "NW": nw,
         }  # fmt: skip
         signature = {
@@ -269,31 +282,19 @@ class Dense:
             "bias_ptr": bias_type, "y_ptr": _TYPES[out], "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32",
             "oc": "i32", "unit": "i32",
         }  # fmt: skip
-        aligned = self._aligned(N=self.n, KT=self.kt)
-        maxnreg = launch.registers(nw + 4, per)  # the producer's warp takes the room of four
-        kernel = launch.build(ws_m, signature, constants, num_warps=nw, aligned=aligned, pdl=bool(row.get("PDL")), maxnreg=maxnreg)
-        # with cuts all blocks get the same number of steps: CUT 1 shares them among all, CUT 2 cuts every tile into equal parts
+        kernel = launch.build_ring(
+            ws_m, signature, constants, slot=sk * bt * 128, per=per, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt),
+            pdl=bool(row.get("PDL")), maxnreg=launch.registers(nw + 4, per),  # the producer's warp takes the room of four
+        )  # fmt: skip
         tiles = tiles_n * -(-m // bt)
-        blocks = per * launch.processors(self.device)
-        cut = row["CUT"] > 0 and tiles % blocks != 0
-        if row["CUT"] == 2:
-            blocks = max(blocks // tiles * tiles, min(tiles, blocks))
+        blocks, cut = share(tiles, steps, per * launch.processors(self.device), row["CUT"], 8 * self.kt // bt)
         unit = 1 if cut else steps
-        blocks = min(blocks, tiles * steps // unit)
-        counts = 1 << (tiles - 1).bit_length() if cut else 0
-        block = min(32, 1 << (self.kt - 1).bit_length())
-        px = launch.build(
-            permute_x,
-            {"x_ptr": "*i32", "o_ptr": "*i32", "count_ptr": "*i32", "words": "i32", "tiles": "i32"},
-            {"B": block, "COUNTS": counts},
-            num_warps=4,
-            aligned=self._aligned(words=self.k // 2),
-        )
+        counts = self._counters(row, m, tiles_n) if row["CUT"] else 0
+        px = self._permute(counts)
         alpha = self._alpha[half].data_ptr()
         head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
         tail = launch.constants_in_order(ws_m, constants)
-        n, kt, k, oc, index, device = self.n, self.kt, self.k, self._windows[half].oc, self._index, self.device
-        columns = -(-kt // block)
+        n, kt, oc, index, device = self.n, self.kt, self._windows[half].oc, self._index, self.device
         sums = 2 * blocks * bn * bt if cut else 0
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
@@ -302,7 +303,7 @@ class Dense:
             space = torch.empty(words + sums + counts, dtype=torch.int32, device=device)
             sp, yp = space.data_ptr(), y.data_ptr()
             part, count = sp + 4 * words, sp + 4 * (words + sums)
-            px(m, columns, stream, x.data_ptr(), sp, count, k // 2, kt, block, counts)
+            px(x, m, stream, sp, count)
             box = launch.Box(sp, m, kt * 64)
             kernel(blocks, 1, stream, box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
 
@@ -380,12 +381,15 @@ class Dense:
 
     # ---- preparation ---------------------------------------------------------------------------------------------------------
 
+    def _sizes(self, m_max: int) -> list[int]:
+        """Numbers of rows that between them reach every kernel of 1 .. m_max rows."""
+        sizes = {1, m_max, *range(8, min(m_max, 64) + 1, 8), *(r["m_max"] for r in self._rows if r["m_max"])}
+        return sorted(s for s in sizes if 0 < s <= m_max)
+
     def warmup(self, m_max: int = 8192, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,), bias: torch.dtype | None = None) -> None:
         """Compile and load every kernel that calls with up to m_max rows can reach, and run each once."""
-        sizes = {1, *range(8, min(m_max, 64) + 1, 8)} if m_max else set()
-        sizes |= {min(r["m_max"], m_max) for r in self._rows if r["m_max"]} | {m_max}
         b = None if bias is None else torch.zeros(self.n, dtype=bias, device=self.device)
         for dtype in dtypes:
-            for m in sorted(s for s in sizes if 0 < s <= m_max):
+            for m in self._sizes(m_max):
                 self(torch.zeros((m, self.k), dtype=dtype, device=self.device), b)
         torch.cuda.synchronize(self.device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from fp4.gpu.kernels import launch
-from fp4.gpu.kernels.dense import _TYPES, _raw_stream
+from fp4.gpu.kernels.dense import _TYPES, _raw_stream, table
 
 
 class Wide(NamedTuple):
@@ -35,15 +36,20 @@ class Specialised(NamedTuple):
 
 #: tiles of 64 columns that ``quantize_x`` takes at a time
 QUANTIZE = 32
-#: (m_max, n_min, kernel), the first that fits; measured on an H200
-_TABLE: tuple[tuple[int | None, int, Wide | Specialised], ...] = (
-    (64, 0, Wide(64, 1, 2, 6, 4)),
-    (128, 0, Wide(128, 1, 2, 6, 8)),
-    (256, 16384, Wide(256, 1, 2, 5, 8, PDL=True)),
-    (256, 0, Wide(128, 1, 2, 6, 8)),
-    (1024, 0, Wide(256, 1, 2, 5, 8, PDL=True)),
-    (None, 0, Wide(256, 1, 2, 5, 8)),
-)
+
+
+def kernel_of(row: dict[str, Any]) -> Wide | Specialised:
+    """What a row of ``table.json`` names."""
+    constants = {k: v for k, v in row.items() if k not in ("m_max", "n_min", "kernel")}
+    return Wide(**constants) if row["kernel"] == "wide" else Specialised(**constants)
+
+
+@functools.cache
+def hopper_table() -> tuple[tuple[int | None, int, Wide | Specialised], ...]:
+    """(m_max, n_min, kernel), the first that fits: section "sm90 w4a8" of ``table.json``."""
+    return tuple((r["m_max"], r["n_min"], kernel_of(r)) for r in table()["sm90 w4a8"])
+
+
 #: plain Triton: the same with (BM, R, U, warps, stages); fits the 99 KB of shared memory of SM89 and SM120, tuned on no GPU
 _PLAIN: tuple[tuple[int | None, int, tuple[int, int, int, int, int]], ...] = (
     (16, 0, (16, 4, 4, 4, 2)),
@@ -99,7 +105,7 @@ class Dense8:
         self.ws = rows.to(torch.float32).to(self.device)
         self._index = self.device.index or 0
         self.wide = _wide(self.device) if wide is None else wide
-        self._table: Any = _TABLE if self.wide else _PLAIN
+        self._table: Any = hopper_table() if self.wide else _PLAIN
         self._build: Any = self._plan if self.wide else self._plan_plain
         self._plans: dict[Any, Any] = {}
 
@@ -142,7 +148,7 @@ class Dense8:
             "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
         }  # fmt: skip
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
-        kernel = launch.build(wide_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=pdl)
+        kernel = launch.build_ring(wide_fp8, signature, constants, slot=bt * 64 * u, num_warps=nw, aligned=aligned, pdl=pdl)
         quantize = self.quantizer(act, True)
         tail = launch.constants_in_order(wide_fp8, constants)
         w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
@@ -170,8 +176,10 @@ class Dense8:
             "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
         }  # fmt: skip
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
-        maxnreg = launch.registers(nw + 4, per)
-        kernel = launch.build(ws_fp8, signature, constants, num_warps=nw, aligned=aligned, pdl=pdl, maxnreg=maxnreg)
+        kernel = launch.build_ring(
+            ws_fp8, signature, constants, slot=sk * bt * 128, per=per, num_warps=nw, aligned=aligned, pdl=pdl,
+            maxnreg=launch.registers(nw + 4, per),
+        )  # fmt: skip
         quantize = self.quantizer(act, True)
         tail = launch.constants_in_order(ws_fp8, constants)
         w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))

@@ -45,15 +45,18 @@ def _compile(
     target: Any = None,
     maxnreg: int | None = None,
     pdl: bool = False,
+    ring: dict[str, Any] | None = None,
 ) -> Any:
-    """(kernel, constants in argument order). ``pointers``: element type of each ``*_ptr``, int32 when not named."""
+    """(kernel, constants in argument order). ``pointers``: element type of each ``*_ptr``, int32 when not named; ring: ``build_ring``'s."""
     signature = {}
     for name in fn.arg_names:
         if name.endswith("_ptr"):
             signature[name] = "*" + _TYPES[pointers.get(name, torch.int32)]
         elif name in _SCALARS and name not in constants:
             signature[name] = _SCALARS[name]
-    kernel = launch.build(fn, signature, constants, num_warps=warps, target=target, maxnreg=maxnreg, pdl=pdl and launch.OVERLAP)
+    how = {"num_warps": warps, "target": target, "maxnreg": maxnreg, "pdl": pdl and launch.OVERLAP}
+    make: Any = launch.build if ring is None else functools.partial(launch.build_ring, **ring)
+    kernel = make(fn, signature, constants, **how)
     return kernel, tuple(constants[n] for n in fn.arg_names if n in constants)
 
 
@@ -145,10 +148,10 @@ class Chain:
             c["PDL"] = pdl
             f32 = dict.fromkeys(("alpha_ptr", "bias_ptr"), torch.float32)
             pointers = {"x_ptr": x, "out_ptr": row if i else x, "gamma_ptr": gamma, **f32}
-            kernel, tail = _compile(product, pointers, c, warps, target, limit, pdl)
-            if ring and (over := kernel.shared - (233472 // per - 1024)) > 0:  # 228 KiB an SM, 1 KiB of it for each program
-                c["XS"] -= -(-over // (128 * c["U"] * (c["MT"] + c["EX"]) + 512 * c["C"] * c["R"] * (4 * c["U"] + 1)))
-                kernel, tail = _compile(product, pointers, c, warps, target, limit, pdl)
+            fit = None
+            if ring:
+                fit = {"slot": 128 * c["U"] * (c["MT"] + c["EX"]) + 512 * c["C"] * c["R"] * (4 * c["U"] + 1), "per": per}
+            kernel, tail = _compile(product, pointers, c, warps, target, limit, pdl, fit)
             alpha = window[i][0]
             weights = ((g.w13, g.s13), (g.w2, g.s2))[i]
             fixed = (*(t.data_ptr() for t in weights), alpha.data_ptr(), (alpha if bias is None else bias).data_ptr())

@@ -148,6 +148,24 @@ def build(
     return found
 
 
+#: shared memory of a Hopper multiprocessor, of which every block takes BLOCK_SHARED more than it asks for
+SHARED, BLOCK_SHARED = 228 << 10, 1 << 10
+
+
+def build_ring(fn: Any, signature: dict[str, str], constants: dict[str, Any], *, slot: int, per: int = 1, **how: Any) -> Kernel:
+    """``build`` a Hopper kernel with a ring of ``constants["XS"]`` slots of ``slot`` bytes, fewer where they do not fit.
+
+    What else a kernel keeps in shared memory (a wide output's way to another layout) is known once it is compiled: if ``per`` blocks a
+    multiprocessor ask for too much, XS is lowered in ``constants`` and the kernel built again. Two slots are left in any case.
+    """
+    kernel = build(fn, signature, constants, **how)
+    over = kernel.shared - (SHARED // per - BLOCK_SHARED)
+    if over > 0:
+        constants["XS"] = max(2, constants["XS"] + -over // slot)
+        kernel = build(fn, signature, constants, **how)
+    return kernel
+
+
 @functools.lru_cache(maxsize=8)
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU (132, as on an H200, where kernels are only compiled)."""

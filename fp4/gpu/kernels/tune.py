@@ -1,7 +1,8 @@
 """Measure the dense kernels and write their table: ``fp4 bench --tune``.
 
 Each candidate is compiled beforehand in parallel processes, checked against fp64 on 256 rows of W, and timed with a cold L2: a CUDA
-graph of ten (flush, product) minus ten flushes, median of replays. The fastest correct one of a size class becomes its row.
+graph of ten (flush, product) minus ten flushes, median of replays, all candidates of a size in turn. The fastest correct one of a size
+class becomes its row.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp4.gpu.kernels import dense, frag, launch
+from fp4.gpu.kernels import dense, dense_fp8, frag, launch
 
 Row = dict[str, Any]
 
@@ -29,26 +31,44 @@ def _wide(bt: int, r: int, u: int, xs: int, nw: int, split: int = 1, gm: int = 8
     return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XS": xs, "GM": gm, "SPLIT": split, "NW": nw, "PDL": pdl}
 
 
-def _both(*args: int) -> list[Row]:
-    """A ``wide`` row that waits for the permutation of x, and one that starts over it."""
-    return [_wide(*args, pdl=pdl) for pdl in (0, 1)]
+def _ws(bt: int, r: int, u: int, sk: int, xs: int, nw: int = 8, cut: int = 0, per: int = 1, pdl: int = 1) -> Row:
+    return {"kernel": "ws", "BT": bt, "R": r, "U": u, "SK": sk, "XS": xs, "NW": nw, "CUT": cut, "PER": per, "PDL": pdl}
+
+
+def _wide8(bt: int, r: int, u: int, xs: int, nw: int, pdl: int = 1) -> Row:
+    return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XS": xs, "NW": nw, "PDL": pdl}
+
+
+def _ws8(bt: int, r: int, sk: int, xs: int, nw: int = 8, per: int = 1, pdl: int = 1) -> Row:
+    return {"kernel": "ws", "BT": bt, "R": r, "SK": sk, "XS": xs, "NW": nw, "PER": per, "PDL": pdl}
 
 
 DEQUANTIZE: Row = {"kernel": "dequantize"}
+_LARGE = [_ws(256, 1, 2, 1, 6, cut=cut) for cut in (1, 2)] + [_ws(256, 1, 4, 2, 3, cut=cut) for cut in (1, 2)]
 #: upper bound of a class of m (None: no bound) -> (m that is timed, candidates)
 CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
     1: (1, [_small(4, 1, 1, 4, 1, 99), _small(4, 1, 1, 2, 2, 99)]),
     8: (8, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0), _small(4, 1, 1, 4, 1, 4)]),
     16: (16, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0)]),
-    32: (32, [_small(4, 1, 2, 2, 1, 0), *(_wide(32, r, 4, 6, 4, sp) for r in (1, 2) for sp in (1, 2))]),
-    64: (64, [*_both(64, 1, 4, 4, 4, 2), *_both(64, 1, 4, 4, 4, 3), *_both(64, 2, 4, 6, 4), *_both(64, 2, 2, 6, 4)]),
-    128: (128, [_wide(128, 1, 2, 6, 8, 2), _wide(128, 2, 2, 6, 8), _wide(128, 1, 4, 6, 8, 2), _wide(128, 1, 2, 6, 4)]),
-    256: (256, [*_both(128, 1, 4, 6, 8), *_both(256, 1, 2, 6, 8), *_both(256, 1, 2, 5, 8)]),
-    1024: (1024, [*_both(256, 1, 2, 6, 8), *_both(256, 1, 2, 5, 8), *_both(256, 1, 2, 5, 8, 1, 4), DEQUANTIZE]),
-    None: (4096, [_wide(256, 1, 2, 6, 8), DEQUANTIZE]),
+    32: (32, [_small(4, 1, 2, 2, 1, 0), *(_wide(32, r, 4, 6, 4, sp, pdl=1) for r in (1, 2) for sp in (1, 2))]),
+    64: (64, [*(_ws(64, 2, 4, 2, 6, 4, cut, 2) for cut in (1, 2)), _wide(64, 1, 4, 4, 4, 3, pdl=1), _wide(64, 2, 2, 6, 4, pdl=1)]),
+    128: (128, [_ws(128, 1, 4, 2, 6, cut=2), _ws(128, 2, 2, 2, 6, cut=1), _wide(128, 1, 2, 6, 8, 2, pdl=1), _wide(128, 2, 2, 6, 8, pdl=1)]),
+    256: (256, [_ws(128, 1, 4, 2, 6, cut=2), *_LARGE]),
+    1024: (1024, [*_LARGE, DEQUANTIZE]),
+    None: (4096, [*_LARGE[1::2], DEQUANTIZE]),
 }  # fmt: skip
+#: the same for W4A8 (MXFP4 weights)
+CANDIDATES_W4A8: dict[int | None, tuple[int, list[Row]]] = {
+    64: (64, [_wide8(64, 1, 2, 6, 4, 0), _ws8(64, 1, 2, 6, 4, 2)]),
+    128: (128, [_wide8(128, 1, 2, 6, 8), _ws8(128, 1, 2, 6)]),
+    256: (256, [_ws8(128, 1, 2, 6), _ws8(256, 1, 2, 3), _wide8(256, 1, 2, 5, 8)]),
+    1024: (1024, [_wide8(256, 1, 2, 5, 8), _ws8(256, 1, 1, 6), _ws8(256, 1, 2, 3)]),
+    None: (4096, [_wide8(256, 1, 2, 5, 8, 0), _ws8(256, 1, 1, 6, pdl=0), _ws8(256, 1, 2, 3)]),
+}
 #: (lower bound of n, n and k that are timed)
 CLASSES = ((16384, 28672, 8192), (0, 8192, 8192))
+#: what is timed: block of the format, with 0 for W4A8
+KINDS = (16, 32, 0)
 
 
 def checkpoint(n: int, k: int, block: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -77,104 +97,176 @@ def bind(codes: torch.Tensor, scale: torch.Tensor, second: torch.Tensor | None, 
 
 
 class Clock:
-    """Cold-L2 times: a CUDA graph of ``inner`` (96 MiB written, op) less the same graph without op; median of ``replays``, in us."""
+    """Cold-L2 times: a CUDA graph of ``inner`` (96 MiB written, op) less the same graph without op; median of ``replays``, in us.
+
+    Several operations take turns, replay by replay, so that what the GPU's clock does meanwhile happens to all of them alike.
+    """
 
     def __init__(self, inner: int = 10, replays: int = 14) -> None:
         self.inner, self.replays = inner, replays
         self.flush = torch.empty(96 << 20, dtype=torch.uint8, device="cuda")
         self.stream = torch.cuda.Stream()
-        self.base = self._run(None)
 
-    def _run(self, op: Callable[[], Any] | None) -> float:
+    def _graph(self, op: Callable[[], Any] | None) -> torch.cuda.CUDAGraph:
+        def once() -> None:
+            self.flush.zero_()
+            if op:
+                op()
+
         with torch.cuda.stream(self.stream):
-            for _ in range(2):
-                self.flush.zero_()
-                if op:
-                    op()
+            once()
+            once()
             self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self.stream):
                 for _ in range(self.inner):
-                    self.flush.zero_()
-                    if op:
-                        op()
-            times = []
+                    once()
+        return graph
+
+    def together(self, ops: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        graphs = [self._graph(None), *(self._graph(op) for op in ops.values())]
+        times: list[list[float]] = [[] for _ in graphs]
+        with torch.cuda.stream(self.stream):
             for _ in range(self.replays):
-                a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                a.record(self.stream)
-                graph.replay()
-                b.record(self.stream)
-                self.stream.synchronize()
-                times.append(a.elapsed_time(b) * 1000 / self.inner)
-        return float(sorted(times)[len(times) // 2])
+                for graph, found in zip(graphs, times, strict=True):
+                    a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    a.record(self.stream)
+                    graph.replay()
+                    b.record(self.stream)
+                    self.stream.synchronize()
+                    found.append(a.elapsed_time(b) * 1000 / self.inner)
+        base, *rest = (sorted(t)[len(t) // 2] for t in times)
+        return {name: max(us - base, 1e-3) for name, us in zip(ops, rest, strict=True)}
 
     def __call__(self, op: Callable[[], Any]) -> float:
-        return max(self._run(op) - self.base, 1e-3)
+        return self.together({"": op})[""]
 
 
-def compile_share(part: int, parts: int, arch: int, blocks: tuple[int, ...]) -> None:
-    """Compile every parts-th candidate for an architecture into Triton's cache; touches no GPU."""
+#: (n, k, m, row of the table, kind): what compiles or is timed
+Job = tuple[int, int, int, Row, int]
+
+
+def jobs(kinds: tuple[int, ...] = KINDS) -> list[Job]:
+    """All candidates."""
+    return [
+        (n, k, m, row, kind)
+        for kind in kinds
+        for _, n, k in CLASSES
+        for m, rows in (CANDIDATES if kind else CANDIDATES_W4A8).values()
+        for row in rows
+    ]
+
+
+def compile_share(work: list[Job], arch: int) -> None:
+    """Compile jobs for an architecture into Triton's cache; touches no GPU."""
     from triton.backends.compiler import GPUTarget
 
     launch.compile_only(GPUTarget("cuda", arch, 32))
-    jobs = [(n, k, m, row, block) for block in blocks for _, n, k in CLASSES for m, rows in CANDIDATES.values() for row in rows]
-    for n, k, m, row, block in jobs[part::parts]:
-        about = {"low": 116, "high": 123, "any": False, "fp16": True}
-        none = torch.zeros(4, dtype=torch.int32)
-        d = dense.Dense(none, none, None, n, k, block, about, "sm90")
-        d._plan(m, False, torch.bfloat16, None, row)
+    none = torch.zeros(4, dtype=torch.int32)
+    for n, k, m, row, kind in work:
+        if kind:
+            about = {"low": 116, "high": 123, "any": False, "fp16": True}
+            dense.Dense(none, none, None, n, k, kind, about, "sm90")._plan(m, False, torch.bfloat16, None, row)
+        else:
+            d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8), None, n, k, True)
+            d._plan(dense_fp8.kernel_of(row), torch.bfloat16, torch.bfloat16, None)
 
 
-def precompile(blocks: tuple[int, ...] = (16,)) -> None:
-    """Fill Triton's cache with all candidates, one process a core."""
-    parts = os.cpu_count() or 1
-    arch = torch.cuda.get_device_capability()[0] * 10 + torch.cuda.get_device_capability()[1]
-    code = (
-        "import sys; from fp4.gpu.kernels.tune import compile_share; a = list(map(int, sys.argv[1:])); compile_share(*a[:3], tuple(a[3:]))"
-    )
-    args = [[sys.executable, "-c", code, str(i), str(parts), str(arch), *map(str, blocks)] for i in range(parts)]
-    for p in [subprocess.Popen(a, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}) for a in args]:
-        p.wait()
+def precompile(work: list[Job], seconds: float = 1e9, parts: int | None = None) -> None:
+    """Fill Triton's cache with jobs, one process a core, none longer than ``seconds``; no process of them touches the GPU."""
+    parts = parts or os.cpu_count() or 1
+    end = time.monotonic() + seconds
+    code = "import json, sys; from fp4.gpu.kernels.tune import compile_share; compile_share(json.load(sys.stdin), 90)"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    running = []
+    for i in range(parts):
+        p = subprocess.Popen([sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, text=True)
+        assert p.stdin is not None, "a pipe"
+        json.dump(work[i::parts], p.stdin)
+        p.stdin.close()
+        running.append(p)
+    for p in running:
+        try:
+            p.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            p.kill()
 
 
-def tune(path: str | Path | None = None, say: Callable[[str], Any] = print) -> dict[str, Any]:
-    """Time all candidates on this GPU (NVFP4, bf16) and write the table to ``path`` (default: the package's). Returns the table."""
-    precompile()
+def best(kind: int, say: Callable[[str], Any] = print) -> dict[tuple[int | None, int], Row]:
+    """The fastest correct candidate of each class, of one kind, as (m_max, n_min) -> row."""
     clock = Clock()
-    where = "sm90" if torch.cuda.get_device_capability() == (9, 0) else "default"
     found: dict[tuple[int | None, int], Row] = {}
+    block = kind or 32
     for n_min, n, k in CLASSES:
-        codes, scale, second = checkpoint(n, k, 16)
-        d = bind(codes, scale, second, 16)
+        codes, scale, second = checkpoint(n, k, block)
         pick = torch.cat([torch.arange(128), torch.arange(n - 128, n)]).cuda()
-        w = values(codes[pick], scale[pick], second, 16)
-        for m_max, (m, rows) in CANDIDATES.items():
+        w = values(codes[pick], scale[pick], second, block)
+        d = bind(codes, scale, second, block) if kind else bind_w4a8(codes, scale)
+        for m_max, (m, rows) in (CANDIDATES if kind else CANDIDATES_W4A8).items():
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             ref = x.double() @ w.T
             y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            times = []
+            right: dict[str, Callable[[], Any]] = {}
             for row in rows:
-                plan = d._plan(m, False, torch.bfloat16, None, row)
+                plan = plan_of(d, m, row)
                 y.fill_(torch.nan)
                 plan(x, None, y, m)
                 error = ((y[:, pick].double() - ref).norm() / ref.norm()).item()
-                us = clock(lambda plan=plan, x=x, y=y, m=m: plan(x, None, y, m))  # type: ignore[misc]
-                say(f"n={n} k={k} m={m} {us:9.2f} us  error {error:.1e}  {json.dumps(row)}")
-                if error < 3e-3:
-                    times.append((us, row))
-            found[m_max, n_min] = min(times, key=lambda t: t[0])[1]
-    out = [{"m_max": m_max, "n_min": n_min, **found[m_max, n_min]} for m_max in CANDIDATES for n_min, _, _ in CLASSES]
-    target = Path(path) if path else Path(__file__).parent / "table.json"
-    whole = json.loads((Path(__file__).parent / "table.json").read_text())
+                if error < (3e-3 if kind else 4e-2):
+                    right[json.dumps(row)] = lambda plan=plan, x=x, y=y, m=m: plan(x, None, y, m)  # type: ignore[misc]
+                else:
+                    say(f"kind={kind} n={n} k={k} m={m} wrong by {error:.1e}  {json.dumps(row)}")
+            times = clock.together(right)
+            for name, us in times.items():
+                say(f"kind={kind} n={n} k={k} m={m} {us:9.2f} us  {name}")
+            found[m_max, n_min] = json.loads(min(times, key=lambda t: times[t]))
+    return found
+
+
+def bind_w4a8(codes: torch.Tensor, scale: torch.Tensor) -> dense_fp8.Dense8:
+    from fp4 import layouts
+    from fp4.gpu.kernels.plain_fp8 import row_base
+
+    stored = layouts.get("frag_w").apply(codes), layouts.get("frag_sf32").apply(scale)
+    return dense_fp8.Dense8(*stored, row_base(scale), None, codes.shape[0], codes.shape[1] * 2)
+
+
+def plan_of(d: Any, m: int, row: Row) -> Any:
+    """(x, bias, y, m) -> None by one row of the table on a bound weight, bf16 and without a bias."""
+    if isinstance(d, dense.Dense):
+        return d._plan(m, False, torch.bfloat16, None, row)
+    return d._plan(dense_fp8.kernel_of(row), torch.bfloat16, torch.bfloat16, None)
+
+
+def merge(nvfp4: dict[Any, Row], mxfp4: dict[Any, Row]) -> list[Row]:
+    """Rows of the table: one for both formats where they agree, else one for NVFP4 in front of that for MXFP4."""
+    out: list[Row] = []
+    for m_max in CANDIDATES:
+        for n_min, _, _ in CLASSES:
+            head, a, b = {"m_max": m_max, "n_min": n_min}, nvfp4[m_max, n_min], mxfp4[m_max, n_min]
+            out += [{**head, **b}] if a == b else [{**head, "block": 16, **a}, {**head, **b}]
+    return out
+
+
+def tune(path: str | Path | None = None, say: Callable[[str], Any] = print) -> dict[str, Any]:
+    """Time all candidates on this Hopper GPU and write the table to ``path`` (default: the package's). Returns the new parts."""
+    precompile(jobs())
+    nvfp4, mxfp4, w4a8 = (best(kind, say) for kind in KINDS)
+    new = {
+        "sm90": merge(nvfp4, mxfp4),
+        "sm90 w4a8": [{"m_max": m, "n_min": n, **w4a8[m, n]} for m in CANDIDATES_W4A8 for n, _, _ in CLASSES],
+    }
     import triton
 
+    whole = json.loads((Path(__file__).parent / "table.json").read_text())
+    whole.update(new)
     whole["about"] = (
-        "first row that fits (m <= m_max, n >= n_min) wins; made by fp4 bench --tune on an "
+        "first row that fits (m <= m_max, n >= n_min, block: of that format only) wins; made by fp4 bench --tune on an "
         f"{torch.cuda.get_device_name()}, triton {triton.__version__}, torch {torch.__version__}"
     )
-    whole[where] = out
     lines = [f'  "about": {json.dumps(whole.pop("about"))}']
     lines += [f'  "{name}": [\n' + ",\n".join(f"    {json.dumps(r)}" for r in rows) + "\n  ]" for name, rows in whole.items()]
-    target.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    (Path(path) if path else Path(__file__).parent / "table.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     dense.table.cache_clear()
-    return {where: out}
+    dense_fp8.hopper_table.cache_clear()
+    return new
