@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from fp4.errors import LayoutError
+from fp4 import check
+from fp4.errors import LayoutError, shown
 from fp4.layout_bytes import ByteRange, Reason, as_bytes, as_storage, checked_index, map_words, whole, whole_list
 from fp4.layout_spec import DIMS, Axis, Digit, WordProgram, canonical, digits, parse, word_program
 
@@ -61,8 +62,10 @@ class Orders:
 
         Only for row orders that do not pad, such as ``trtllm_rows_32`` or ``marlin_bias``.
         """
-        if not isinstance(x, torch.Tensor) or not x.ndim:
-            raise LayoutError(f"layout {self.name}: apply_rows takes a torch tensor [..., rows]; got {type(x).__name__}")
+        if check.dense(f"layout {self.name}: apply_rows", "x", x, error=LayoutError).ndim < 1:
+            raise LayoutError(f"layout {self.name}: apply_rows: x is a scalar; need [..., rows]")
+        if not x.numel():
+            return x.clone()
         size = x.element_size()
         as_rows = x.contiguous().unsqueeze(-1).view(torch.uint8)
         y = self.apply(as_rows)
@@ -106,13 +109,15 @@ class Layout(Orders):
     multiple: tuple[int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise LayoutError(f"layout: name is {shown(self.name)}; need text")
         raw, raw_order = parse(self._where, self.spec)
         axes, order = canonical(raw, raw_order)
         tile = tuple(math.prod(a.size or 1 for a in raw if a.dim == d) for d in (0, 1))
         self._check_numbers()
         pad = self.pad or (None, None)
-        if self.unit not in ("byte", "nibble"):
-            raise LayoutError(f"{self._where}: unit is {self.unit!r}; need 'byte' or 'nibble'")
+        if not isinstance(self.unit, str) or self.unit not in ("byte", "nibble"):
+            raise LayoutError(f"{self._where}: unit is {shown(self.unit)}; need 'byte' or 'nibble'")
         for d in (0, 1):
             group = [a.size for a in raw if a.dim == d]
             if pad[d] is not None and (pad[d] or 0) < 1:
@@ -135,12 +140,12 @@ class Layout(Orders):
             raise LayoutError(f"{where}: fill is {self.fill}; need a byte, 0..255")
         if self.pad is not None:
             if not isinstance(self.pad, (tuple, list)) or len(self.pad) != 2:
-                raise LayoutError(f"{where}: pad is {self.pad!r}; need a number or None for rows and one for columns")
+                raise LayoutError(f"{where}: pad is {shown(self.pad)}; need a number or None for rows and one for columns")
             object.__setattr__(self, "pad", tuple(p if p is None else whole(where, p, "pad") for p in self.pad))
 
     @property
     def _where(self) -> str:
-        return f"layout {self.name} '{self.spec}'"
+        return f"layout {self.name if len(self.name) < 80 else shown(self.name)} {shown(self.spec)}"
 
     @property
     def units_per_byte(self) -> int:

@@ -56,7 +56,7 @@ def whole_list(where: str, values: Any, what: str) -> tuple[int, ...]:
     """``values`` as ints. Raises LayoutError as ``whole`` does, and for what is not a sequence."""
     try:
         items = () if isinstance(values, (str, bytes)) else tuple(values)
-    except TypeError:
+    except Exception:  # a nested tensor has errors of its own
         raise LayoutError(f"{where}: {what} is {shown(values)}; need a sequence of whole numbers") from None
     return tuple(whole(where, v, what) for v in items)
 
@@ -110,6 +110,7 @@ def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
 
 def checked_index(where: str, value: Any, size: int, what: str) -> Any:
     if isinstance(value, torch.Tensor):
+        check.dense(where, what, value, error=LayoutError)
         if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
             raise LayoutError(f"{where}: {what} has dtype {value.dtype}; need whole numbers")
         value = value.to(torch.int64)

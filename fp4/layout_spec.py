@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fp4.errors import LayoutError
+from fp4.errors import LayoutError, shown
 
 __all__ = ["DIMS", "HALVES", "Axis", "Digit", "WordProgram", "canonical", "digits", "parse", "word_program"]
 
@@ -57,7 +57,7 @@ def parse(where: str, spec: str) -> tuple[list[Axis], list[int]]:
         for token in (inside or bare).split():
             match = _TOKEN.match(token)
             if match is None or token in index or (match[2] and int(match[2]) < 1):
-                raise LayoutError(f"{where}: {token!r} is not an axis; need a new name such as 'mo' (free) or 'm4' (size 4)")
+                raise LayoutError(f"{where}: {shown(token)} is not an axis; need a new name such as 'mo' (free) or 'm4' (size 4)")
             free += not match[2]
             index[token] = len(axes)
             axes.append(Axis(dim, int(match[2] or 0)))
@@ -67,15 +67,15 @@ def parse(where: str, spec: str) -> tuple[list[Axis], list[int]]:
     for token in right.split():
         name = token.removeprefix("~")
         if name not in index:
-            raise LayoutError(f"{where}: unknown axis {name!r} on the right; the left has {', '.join(index)}")
+            raise LayoutError(f"{where}: unknown axis {shown(name)} on the right; the left has {shown(', '.join(index))[1:-1]}")
         at = index[name]
         if at in order:
-            raise LayoutError(f"{where}: axis {name!r} is stored twice")
+            raise LayoutError(f"{where}: axis {shown(name)} is stored twice")
         order.append(at)
         axes[at] = axes[at]._replace(flip=token.startswith("~"))
     if len(order) != len(axes):
         missing = [name for name, at in index.items() if at not in order]
-        raise LayoutError(f"{where}: axis {', '.join(missing)} of the left is not stored on the right")
+        raise LayoutError(f"{where}: axis {shown(', '.join(missing))[1:-1]} of the left is not stored on the right")
     return axes, order
 
 

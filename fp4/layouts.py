@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fp4.errors import LayoutError
+from fp4.errors import LayoutError, shown
 from fp4.errors import unknown as unknown_name
 from fp4.layout import Layout
 from fp4.layout_bytes import whole
@@ -267,13 +267,15 @@ def get(name: str, **parameters: int) -> Layout:
     takes = inspect.signature(make).parameters
     for i, item in enumerate(inside.rstrip(" )").split(",") if inside else ()):
         key, eq, value = item.rpartition("=")
-        key = key.strip() if eq else [*takes, "", "", ""][i]
+        if not eq and i >= len(takes):
+            raise LayoutError(f"layouts: {shown(name)} gives {i + 1} values; {base} takes {', '.join(takes) or 'none'}")
+        key = key.strip() if eq else [*takes][i]
         if key in parameters:
-            raise LayoutError(f"layouts: {name!r}: {key} is given twice")
+            raise LayoutError(f"layouts: {shown(name)}: {key} is given twice")
         try:
             parameters[key] = whole("", ast.literal_eval(value.strip()), key)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            raise LayoutError(f"layouts: {name!r}: {value.strip()!r} is not a whole number") from None
+            raise LayoutError(f"layouts: {shown(name)}: {shown(value.strip())} is not a whole number") from None
     if unknown := set(parameters) - set(takes):
         raise LayoutError(f"layouts: {base} has no parameter {', '.join(sorted(unknown))}; it takes {', '.join(takes) or 'none'}")
     return make(**parameters)

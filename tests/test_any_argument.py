@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 import fp4
 from fp4 import check, fuse
 from fp4.errors import shown
+from fp4.layout import Layout
+from fp4.testing import mutants
 
 X = torch.randn(4, 64)
 Q = fp4.quantize(X, "nvfp4")
@@ -39,6 +41,10 @@ def _things() -> dict[str, Any]:
         "nested": torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)]),
     }  # fmt: skip
     return out
+
+
+def _layout(**more: Any) -> Any:
+    return Layout(**({"name": "x", "spec": "(mo m4) k -> mo k m4"} | more))
 
 
 def _moe(**more: Any) -> Any:
@@ -71,6 +77,12 @@ VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
     "moe": (_moe, {}, ("x", "ex", "topk_ids", "topk_weights", "out_dtype")),
     "warmup": (fp4.warmup, {"w": fp4.prepare(Q)}, ("w", "m_max", "topk")),
     "explain": (fp4.explain, {}, ("op", "format", "device", "n", "k", "experts", "activation", "gate_up", "act", "tp")),
+    "Layout": (_layout, {}, ("name", "spec", "unit", "word", "pad", "fill")),
+    "apply": (fp4.layouts["sf_128x4"].apply, {}, ("x",)),
+    "apply_rows": (fp4.layouts["gate_up_pairs"].apply_rows, {}, ("x",)),
+    "invert": (fp4.layouts["sf_128x4"].invert, {"y": X, "shape": (4, 4)}, ("y", "shape")),
+    "offset": (fp4.layouts["sf_128x4"].offset, {"shape": (4, 4), "m": 0, "k": 0}, ("shape", "m", "k")),
+    "mutants": (mutants, {}, ("layout",)),
     "fuse": (fuse.fuse, {}, ("parts",)),
     "stack": (fuse.stack, {}, ("experts",)),
     "shard": (fuse.shard, {"q": Q, "dim": "n", "rank": 0, "size": 2}, ("q", "dim", "rank", "size", "gate_up", "unit")),
@@ -162,3 +174,16 @@ def test_any_path_option_or_name_of_a_checkpoint(verb: str, kind: str, tmp_path:
         return
     assert len(said.splitlines()) == 1
     assert len(said) < 600
+
+
+@pytest.mark.parametrize("spec", ["m k " * 1000 + "-> m", "(" * 5000, "m k -> " + "m" * 5000])
+def test_a_long_spec_is_cut_in_the_message(spec: str) -> None:
+    with pytest.raises(fp4.LayoutError) as error:
+        Layout("x", spec)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["marlin_w(1, 2, 3)", "sf_128x4(7)", "sf_128x4(x=1)"])
+def test_parameters_that_a_layout_does_not_take(name: str) -> None:
+    with pytest.raises(fp4.LayoutError, match="takes"):
+        fp4.layouts[name]

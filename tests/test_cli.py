@@ -390,3 +390,12 @@ def test_too_little_memory_is_one_sentence(capsys: pytest.CaptureFixture[str], m
     for collect in (lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60)):
         monkeypatch.setattr(doctor, "collect", collect)
         assert _bad(capsys, "doctor").startswith("fp4: not enough memory for this; ")
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_output_that_is_closed_before_the_start(closed: str) -> None:
+    shut, fp4 = "".join(f" {n}>&-" for n in closed.split()), f'"{sys.executable}" -m fp4'
+    script = f"{fp4} layout equal plain plain{shut}; echo $?; {fp4} nonsense{shut}; echo $?"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert [line for line in done.stdout.splitlines() if not line.startswith("equal")] == ["0", "2"], done
+    assert done.stderr == ("" if "2" in closed else "fp4: No such command 'nonsense'. Try: fp4 --help\n")

@@ -359,7 +359,7 @@ BAD = [
     (lambda: fp4.layouts["nothing"], "is not known"),
     (lambda: fp4.layouts["hopper_sf(num_warps=5)"], "need 4 or 8"),
     (lambda: fp4.layouts["hopper_sf(many)"], "is not a whole number"),
-    (lambda: fp4.layouts["sf_128x4(3)"], "has no parameter"),
+    (lambda: fp4.layouts["sf_128x4(3)"], "gives 1 values; sf_128x4 takes none|has no parameter"),
     (lambda: fp4.layouts["blackwell_value_shuffled(block_k=3)"], "need an even block_k"),
     (lambda: fp4.layouts["marlin_w"].apply(np.zeros((63, 8), np.uint8)), r"63 rows in shape \[63, 8\] do not fit; need a multiple of 64"),
     (
@@ -404,7 +404,7 @@ BAD = [
     (lambda: fp4.layouts["sf_128x4"].shard(0, 1.5, (256, 4)), "n is 1.5"),
     (lambda: fp4.layouts["sf_128x4"].shard("rows", 2, (256, 4)), "dim is 'rows'"),
     (lambda: fp4.layouts["sf_128x4"].invert(np.zeros(512, object), (4, 4)), "dtype object; need raw bytes"),
-    (lambda: fp4.layouts["plain"].apply_rows(np.ones(4)), "takes a torch tensor"),
+    (lambda: fp4.layouts["plain"].apply_rows(np.ones(4)), "need a torch.Tensor"),
     (lambda: fp4.layouts["hopper_value_v3(pad_n=1.5)"], "is not a whole number"),
     (lambda: fp4.layouts["hopper_sf(num_warps=4, num_warps=8)"], "given twice"),
     (lambda: Layout("x", None), "spec is NoneType"),

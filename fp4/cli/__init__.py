@@ -18,7 +18,9 @@ __all__ = ["main"]
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may be closed too
+    if sys.stderr is None:  # closed before the start; print would take stdout instead
+        return
+    with contextlib.suppress(OSError):  # or closed since
         print(f"fp4: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
@@ -108,7 +110,8 @@ def _main(argv: Sequence[str] | None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _warning
             status = get_command(app).main(args=None if argv is None else list(argv), prog_name="fp4", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before the start
+            sys.stdout.flush()
         if status == 130:  # typer's status for an interrupt
             raise _Ended(signal.SIGINT)
         return status if isinstance(status, int) else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from fp4.errors import LayoutError
+from fp4.errors import LayoutError, shown
 from fp4.layout import Layout
 
 __all__ = ["mutants"]
@@ -24,6 +24,8 @@ def mutants(layout: Layout) -> list[Layout]:
     Steps: two storage axes exchanged; one axis stored backwards (or no longer so); two neighbouring entries of the word table
     exchanged, or the table left out.
     """
+    if not isinstance(layout, Layout):
+        raise LayoutError(f"mutants: got {shown(layout)}; need a Layout such as fp4.layouts['sf_128x4']")
     left, _, right = layout.spec.partition("->")
     tokens = right.split()
     out: list[Layout] = []
