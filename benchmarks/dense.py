@@ -67,6 +67,8 @@ def picked(bound: Any, m: int) -> dict[str, Any]:
     """The row of the table that a bound weight takes for m rows."""
     if hasattr(bound, "choose"):
         return dict(bound.choose(m))
+    if not hasattr(bound, "_table"):
+        return {}
     row = next(r for top, least, r in bound._table if (top is None or m <= top) and bound.n >= least)
     return {"kernel": "ws" if hasattr(row, "SK") else "wide", **row._asdict()}
 
@@ -309,7 +311,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         name, fmt, n, m = r["name"], r["format"], r.get("n"), r["m"]
         if name not in ("fp4", "fp4 w4a8"):
             continue
-        cublas, peer = us.get(("cublas bf16", fmt, n, m)), us.get((name.replace("fp4", "humming"), fmt, n, m))
+        cublas = us.get(("cublas bf16", fmt, n, m)) or us.get(("cublas bf16", "bf16", n, m))
+        peer = us.get((name.replace("fp4", "humming"), fmt, n, m))
         shown = [f"{v:.2f}" if v else "not run" for v in (cublas, peer)]
         if name == "fp4 w4a8":
             share = r["tflops"] / 1200
@@ -317,10 +320,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             eight.append((share if m >= 1024 else 9 + share, f"| {n} | {m} | {r['us']:.2f} | {r['tflops']} | {met} | {shown[1]} |"))
             continue
         target = TARGETS.get((n, m)) or (0.95 * peer if m == 256 and peer else 1.03 * cublas if m >= 1024 and cublas else None)
-        over = r["us"] / target - 1 if target else 9
-        met = "no peer in that run" if not target else "yes" if over <= 0 else f"no ({100 * over:.1f}% above)"
+        over = r["us"] / target - 1 if target else -9
+        met = "-" if not target else "yes" if over <= 0 else f"no ({100 * over:.1f}% above)"
         goal = f"{target:.1f}" if target else "-"
-        lines.append((-over if target else -9, f"| {fmt} | {n} | {m} | {r['us']:.2f} | {goal} | {met} | {shown[0]} | {shown[1]} |"))
+        lines.append((-over, f"| {fmt} | {n} | {m} | {r['us']:.2f} | {goal} | {met} | {shown[0]} | {shown[1]} |"))
     out = ["| format | N | M | fp4 | target | met | cuBLAS bf16 | humming |", "|---|---|---|---|---|---|---|---|"]
     out += [line for _, line in sorted(lines)]
     out += ["", "| N | M | fp4 w4a8 | TFLOP/s | met | humming |", "|---|---|---|---|---|---|", *(line for _, line in sorted(eight)), ""]
