@@ -399,3 +399,24 @@ def test_output_that_is_closed_before_the_start(closed: str) -> None:
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert [line for line in done.stdout.splitlines() if not line.startswith("equal")] == ["0", "2"], done
     assert done.stderr == ("" if "2" in closed else "fp4: No such command 'nonsense'. Try: fp4 --help\n")
+
+
+@pytest.mark.parametrize("source", ["gpt_oss_mxfp4/hf", "modelopt/nvfp4_gptoss"])
+def test_verify_compares_stacked_experts_with_single_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: str) -> None:
+    stacked = Path(__file__).parent / "data/checkpoints" / source
+    assert _run(capsys, "convert", stacked, tmp_path / "single", "--to", "compressed-tensors", "--quiet")[0] == 0
+    for pair in ((stacked, tmp_path / "single"), (tmp_path / "single", stacked)):
+        status, out, _ = _run(capsys, "verify", *pair, "--tolerance", "2e-7")
+        assert status == 0, out
+        assert "0 differ" in out
+        assert "only" not in out
+    file = tmp_path / "single" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.experts.1.up_proj.weight_packed"][3, 1] ^= 0x77
+    tensors["model.layers.0.mlp.experts.0.down_proj.bias"][5] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    status, out, _ = _run(capsys, "verify", stacked, tmp_path / "single", "--tolerance", "2e-7")
+    assert status == 1
+    assert "model.layers.0.mlp.experts.1.up_proj.weight: 2 of " in out
+    assert "model.layers.0.mlp.experts.0.down_proj.bias: 1 of 64 values differ, first at [5]" in out
+    assert "2 differ" in out

@@ -288,6 +288,33 @@ def test_an_entry_point_that_is_no_backend(tmp_path: Path, monkeypatch: pytest.M
     assert "is no backend: it has no supports, layouts, run" in registry.rank(problem(None)).reasons["half"]
 
 
+def test_an_entry_point_that_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exit_fp4.py").write_text("import sys\nsys.exit(3)\n")
+    info = tmp_path / "exits-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: exits\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fp4.backends]\nexits = exit_fp4\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.reset()
+    assert "fails to load: SystemExit: 3" in registry.rank(problem(None)).reasons["exits"]
+
+
+def _no_layouts(p: Problem) -> Any:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [(lambda p: {}, "names no storage for codes, scale"), (lambda p: 3, "names"), (_no_layouts, "failed: ZeroDiv")],
+)
+def test_a_backend_whose_layouts_are_none(monkeypatch: pytest.MonkeyPatch, layouts: Any, words: str) -> None:
+    stranger = types.SimpleNamespace(name="stranger", probe=lambda: Ok(), supports=lambda p: Ok(1), layouts=layouts, run=lambda p: None)
+    monkeypatch.setattr(registry, "_discover", lambda: iter([("stranger", stranger), ("reference", reference)]))
+    registry.reset()
+    with pytest.raises(fp4.BackendUnavailable, match=f"backend 'stranger': layouts {words}.*FP4_DISABLE=stranger hides it"):
+        fp4.prepare(weight())
+
+
 def test_disabling_flashinfer_disables_its_variants(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """FP4_DISABLE=flashinfer must not leave the same kernels under another name; a name that is none is said once."""
     monkeypatch.setattr(registry, "_logged", set())

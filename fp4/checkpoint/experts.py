@@ -14,7 +14,7 @@ from fp4.checkpoint.record import Record
 from fp4.checkpoint.safetensors_file import DTYPE_BITS
 from fp4.checkpoint.weights import View
 
-__all__ = ["Joined", "join", "join_bias", "slices", "split", "split_bias"]
+__all__ = ["Joined", "apart", "join", "join_bias", "slices", "split", "split_bias"]
 
 _STACKED = re.compile(r"(?P<head>.*experts)\.(?P<leaf>gate_up_proj|up_gate_proj|down_proj)(_weight|\.weight)?")
 _SINGLE = re.compile(r"(?P<head>.*experts)\.(?P<e>\d{1,6})\.(?P<leaf>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<end>weight|bias)")
@@ -46,6 +46,20 @@ def split(record: Record) -> list[tuple[str, View, int]] | str:
     return [
         (f"{found['head']}.{e}.{leaf}", View(record, e, rows, half), n // 2) for e in range(experts) for leaf, (rows, half) in parts.items()
     ]
+
+
+def apart(ck: Checkpoint, name: str) -> dict[str, tuple[int, slice]]:
+    """Name of each single expert's tensor -> (expert, rows) in a stacked weight or bias; empty when it is none, or its order is unknown."""
+    record, bias = ck.record(name), _BIAS.fullmatch(name)
+    if bias is None:
+        parts = split(record) if record.kind == "block" and len(record.logical) == 3 else ""
+        return {f"{module}.weight": (view.expert, view.rows) for module, view, _ in parts} if isinstance(parts, list) else {}
+    stem = name.removesuffix("_bias")
+    owner = next((w for w in (stem, f"{stem}.weight") if w in ck), None)
+    if owner is None or len(record.shape) != 2:
+        return {}
+    leaves = {"down_proj": (slice(None), 0)} if bias["leaf"] == "down_proj" else slices(ck.record(owner).gate_up, record.shape[1])
+    return {f"{bias['head']}.{e}.{leaf}.bias": (e, rows) for e in range(record.shape[0]) for leaf, (rows, _) in (leaves or {}).items()}
 
 
 @dataclass

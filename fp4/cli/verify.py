@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 import fp4
+from fp4.checkpoint.base import Checkpoint
+from fp4.checkpoint.experts import apart
 from fp4.cli.table import table
 from fp4.errors import Fp4Error
 from fp4.tensor import QuantizedTensor
@@ -57,8 +59,40 @@ def compare(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> tuple[bool, s
     return error <= tolerance, f"{where}; relative error {error:.3g}"
 
 
+def _taken_apart(stacked: Checkpoint, single: Checkpoint) -> dict[str, dict[str, tuple[int, slice]]]:
+    """Stacked experts' tensor -> the tensors of single experts that the other checkpoint holds in its place."""
+    out = {}
+    for name in stacked.names():
+        parts = {} if name in single else apart(stacked, name)
+        if parts and all(part in single and part not in stacked for part in parts):
+            out[name] = parts
+    return out
+
+
+def _compare_parts(
+    stacked: Checkpoint, name: str, single: Checkpoint, parts: dict[str, tuple[int, slice]], tolerance: float, fold: bool
+) -> tuple[bool, str]:
+    """As ``compare``, of a stacked tensor with its parts; what differs names the first part that does."""
+    q = stacked[name]
+    whole = fp4.dequantize(q).movedim(q.axis, -1) if isinstance(q, QuantizedTensor) else q
+    worst = "equal values"
+    for part, (expert, rows) in parts.items():
+        same, what = compare(whole[expert][rows], single.dequantize(part, fold=fold), tolerance)
+        one = single[part]
+        if same and isinstance(q, QuantizedTensor) and isinstance(one, QuantizedTensor) and None not in (q.input_scale, one.input_scale):
+            x, y = q.input_scale, one.input_scale
+            assert x is not None
+            assert y is not None
+            same, other = compare(x.expand(len(whole))[expert], y, tolerance)
+            what = what if same else f"input_scale: {other}"
+        if not same:
+            return False, f"{part}: {what}"
+        worst = worst if what.startswith("equal") else what
+    return True, worst
+
+
 def collect(a: Path, b: Path, tolerance: float, fold: bool = True) -> dict[str, Any]:
-    """Compare every tensor of both; nothing is skipped in silence.
+    """Compare every tensor of both; nothing is skipped in silence. Stacked experts are compared with single ones.
 
     ``fold``: compare the effective weights, smoothing vector and low-rank branch applied, as ``fp4 dequantize`` writes them.
     """
@@ -67,6 +101,11 @@ def collect(a: Path, b: Path, tolerance: float, fold: bool = True) -> dict[str, 
     rows: list[dict[str, Any]] = []
     with fp4.open_checkpoint(a) as left, fp4.open_checkpoint(b) as right:
         names = [*left.names(), *(n for n in right.names() if n not in left)]
+        for stacked, single in ((left, right), (right, left)):
+            for name, parts in _taken_apart(stacked, single).items():
+                same, what = _compare_parts(stacked, name, single, parts, tolerance, fold)
+                rows.append({"name": name, "same": same, "what": what})
+                names = [n for n in names if n != name and n not in parts]
         for name in names:
             if name not in left or name not in right:
                 rows.append({"name": name, "same": False, "missing": True, "what": f"only in {a if name in left else b}"})

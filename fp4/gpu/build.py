@@ -290,7 +290,7 @@ def _build(
     ranking, passed = registry.rank(problem), {}
     while True:
         module = registry.get(chosen)
-        layouts = module.layouts(problem)
+        layouts = registry.layouts(chosen, problem)
         own = getattr(module, "prepare", None)
         try:
             packed = Packed(pack(problem, weights, layouts)) if own is None else own(problem, weights)

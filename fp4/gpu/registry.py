@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from fp4 import env
-from fp4.errors import BackendUnavailable, FormatMismatch, Unsupported, shown, unknown
+from fp4.errors import BackendUnavailable, FormatMismatch, Fp4Error, Unsupported, shown, unknown
 from fp4.gpu.problem import Problem
 
 __all__ = ["Choice", "No", "Ok", "Ranking", "backends", "choose", "get", "probe", "rank", "reset"]
@@ -117,7 +117,7 @@ def _discover() -> Iterator[tuple[str, ModuleType | No]]:
             continue
         try:
             module = importlib.import_module(f"{package.__name__}.{info.name}")
-        except Exception as e:  # a broken backend must not take the others with it
+        except (Exception, SystemExit) as e:  # a broken backend must not take the others with it
             yield info.name, No(f"its module fails to import: {type(e).__name__}: {e}")
             continue
         if hasattr(module, "name") and hasattr(module, "supports"):
@@ -125,7 +125,7 @@ def _discover() -> Iterator[tuple[str, ModuleType | No]]:
     for entry in importlib.metadata.entry_points(group="fp4.backends"):
         try:
             module = entry.load()
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             yield entry.name, No(f"entry point {entry.value} fails to load: {type(e).__name__}: {e}; reinstall or remove its distribution")
             continue
         missing = [n for n in ("name", "probe", "supports", "layouts", "run") if not hasattr(module, n)]
@@ -188,6 +188,26 @@ def get(name: str) -> Any:
     if isinstance(verdict, No):
         raise BackendUnavailable(f"backend {shown(name)}: {verdict.reason}")
     return _all()[name]
+
+
+def layouts(name: str, problem: Problem) -> dict[str, Any]:
+    """A backend's ``layouts(problem)``. One that raises, or names no storage for the codes and scales, is a fault of that backend."""
+    prefixes = ("",) if problem.op == "matmul" else ("w13.", "w2.")
+    found: Any = None
+    module = get(name)
+    try:
+        found = module.layouts(problem)
+    except Fp4Error:
+        raise
+    except Exception as e:
+        fault = f"layouts failed: {type(e).__name__}: {e}"
+    else:
+        missing = [p + part for p in prefixes for part in ("codes", "scale") if not isinstance(found, dict) or p + part not in found]
+        if not missing or (isinstance(found, dict) and hasattr(module, "prepare")):
+            kept: dict[str, Any] = found
+            return kept
+        fault = f"layouts names no storage for {', '.join(missing)}"
+    raise BackendUnavailable(f"backend {name!r}: {fault}; a fault of that backend, FP4_DISABLE={name} hides it")
 
 
 def module(name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fp4 import check
-from fp4.errors import CheckpointError, Fp4Error
+from fp4.errors import BackendUnavailable, CheckpointError, Fp4Error
 from fp4.gpu import storage
 from fp4.gpu.device import Device
 from fp4.gpu.problem import Problem
@@ -36,8 +36,11 @@ def _digest(about: dict[str, Any], arrays: dict[str, torch.Tensor]) -> str:
 
 def write(p: Any, path: str | Path) -> None:
     """Write a Prepared or PreparedMoE, under its name only when it is whole. Raises Fp4Error when that cannot be done."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise BackendUnavailable(f"save: the package safetensors cannot be imported ({error}); pip install safetensors") from error
 
     path = check.path("save", path)
     if not os.path.isdir(path.parent):
@@ -69,9 +72,12 @@ def write(p: Any, path: str | Path) -> None:
 
 def read(path: str | Path, device: torch.device | str | None) -> Any:
     """The object that ``write`` wrote, on ``device``; see ``fp4.load_prepared``."""
-    from safetensors import safe_open
-
     from fp4.gpu import build
+
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise BackendUnavailable(f"load: the package safetensors cannot be imported ({error}); pip install safetensors") from error
 
     path = check.path("load", path, CheckpointError)
     if not os.path.isfile(path):  # the methods of Path raise for a name that is too long
