@@ -49,7 +49,7 @@ def compile_for(a: argparse.Namespace, t: int) -> None:
     z, w = torch.zeros(64), torch.zeros(64, dtype=torch.uint8)
     windows: dict[torch.dtype, Any] = {torch.bfloat16: ((z, 5, False),) * 2}
     g = grouped.Grouped(32 if a.format == "mxfp4" else 16, a.experts, 0, a.hidden, a.inter, fp4.SwiGLU(), w, w, w, w, z, z, windows)
-    plan = grouped_plan.choose(t * a.topk, a.experts, g.n13, a.hidden, (9, 0))
+    plan = grouped_plan.choose(t * a.topk, a.experts, (9, 0))
     b = torch.bfloat16
     grouped_run.Chain(g, t, a.topk, b, torch.int32, torch.float32, b, plan, GPUTarget("cuda", 90, 32))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,8 @@ import torch
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
+from ring_model import Fault
+from ring_wide import simulate
 
 from fp4.errors import FormatMismatch, Unsupported
 from fp4.formats import MXFP4, NVFP4
@@ -160,20 +164,25 @@ def test_refusals():
 
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_plans_cover_every_load(cc):
-    seen = {grouped_plan.choose(p, 128, 5760, 2880, cc) for p in (1, 4, 64, 256, 1024, 4096, 16384, 1 << 16)}
-    assert all(p.large <= (cc[0] == 9) for p in seen)
-    assert {p.kernel for p in seen} == ({"small", "large", "wide"} if cc[0] == 9 else {"small"})
+    plans = [p for _, p in grouped_plan.plans(cc)]
+    assert all(p.large <= (cc[0] == 9) and p.overlap <= (cc[0] == 9) for p in plans)
+    assert {p.kernel for p in plans} == ({"small", "large", "wide"} if cc[0] == 9 else {"small"})
+    for experts in (1, 8, 128):
+        chosen = [grouped_plan.choose(pairs, experts, cc) for pairs in range(1, 100 * experts, max(1, experts // 2))]
+        assert list(dict.fromkeys(chosen)) == plans
+        assert [p.mt for p in chosen] == sorted(p.mt for p in chosen), "more rows never take smaller blocks"
 
 
 def test_wide_plans_share_the_registers_of_an_sm():
-    for c, per, rp in ((1, 1, 56), (2, 1, 56), (3, 1, 56), (4, 1, 56), (2, 2, 40), (3, 2, 40)):
-        f = dict(grouped_plan.wide(16, c=c, per=per, rp=rp).first)
-        assert f["RC"] * c + f["RP"] <= f["maxnreg"] * (c + 1)
-        assert f["maxnreg"] * 128 * (c + 1) * per <= 65536
+    wide = [dict(p.config) for _, p in grouped_plan.plans((9, 0)) if p.kernel == "wide"]
+    assert {(f["C"], f["per"]) for f in wide} == {(2, 2), (3, 1)}
+    for f in wide:
+        assert f["RC"] * f["C"] + f["RP"] <= f["maxnreg"] * (f["C"] + 1)
+        assert f["maxnreg"] * 128 * (f["C"] + 1) * f["per"] <= 65536
         assert all(f[n] % 8 == 0 and 24 <= f[n] <= 232 for n in ("RC", "RP", "maxnreg"))  # what setmaxnreg takes
 
 
-@pytest.mark.parametrize(("t", "cc"), [(3, (9, 0)), (90, (9, 0)), (700, (9, 0)), (700, (8, 0))])
+@pytest.mark.parametrize(("t", "cc"), [(3, (9, 0)), (20, (9, 0)), (700, (9, 0)), (700, (8, 0))])
 def test_launches_pass_what_the_signatures_ask(monkeypatch, t, cc):
     """The chain without a device: every launch has one value an argument, of the declared kind, and pointers lie inside the workspace."""
     import contextlib
@@ -232,39 +241,98 @@ def test_launches_pass_what_the_signatures_ask(monkeypatch, t, cc):
 
 
 SCRIPT = """
-import sys, torch
+import json, sys, torch
 sys.path.insert(0, sys.argv[2])
 import sass
 from triton.backends.compiler import GPUTarget
 from fp4.gpu.kernels import grouped, grouped_plan, grouped_run
 from fp4.ref.activation import SwiGLU, ReLU2
 arch = int(sys.argv[1]); cc = (arch // 10, arch % 10)
-loops = 0
-z, w = torch.zeros(64), torch.zeros(64, dtype=torch.uint8)
-cases = ((32, SwiGLU(), torch.bfloat16, (4, 4096)), (16, ReLU2(), torch.float16, (1024, 65536) if arch == 90 else (1024,)))
-for block, act, half, pairs in cases:
+loops, ring = 0, {}
+z, w, target = torch.zeros(64), torch.zeros(64, dtype=torch.uint8), GPUTarget("cuda", arch, 32)
+plans = [p for _, p in grouped_plan.plans(cc)]
+# every plan as MXFP4, SwiGLU, bf16; two as NVFP4 without a gate, fp16
+cases = [(p, 32, SwiGLU(), torch.bfloat16) for p in plans] + [(p, 16, ReLU2(), torch.float16) for p in (plans[0], plans[-3])]
+for plan, block, act, half in cases:
     g = grouped.Grouped(block, 128, 0, 1056, 288, act, w, w, w, w, z, z, {half: ((z, 5, False),) * 2})
-    for p in pairs:
-        plan = grouped_plan.choose(p, 128, g.n13, 1056, cc)
-        c = grouped_run.Chain(g, p // 4, 4, half, torch.int64, torch.float32, half, plan, GPUTarget("cuda", arch, 32))
-        for kernel in (c.first[0], c.second[0]):
-            assert kernel.shared <= 99 * 1024 or arch == 90, kernel.shared
-            ptx = kernel.compiled.asm["ptx"]
-            assert ("wgmma.mma_async" in ptx) == plan.large and ("mma.sync" in ptx) != plan.large
-            assert kernel.shared <= 227 * 1024
-            if plan.large:
-                sm, bad = sass.hazards(sass.disassemble(kernel.compiled.asm["cubin"]))
-                loops += sm
-                assert not bad, (kernel.compiled.metadata.name, bad[:3])
+    c = grouped_run.Chain(g, 100, 4, half, torch.int64, torch.float32, half, plan, target)
+    for i, kernel in enumerate((c.first[0], c.second[0])):
+        assert kernel.shared <= 99 * 1024 or arch == 90, kernel.shared
+        asm = kernel.compiled.asm
+        assert ("wgmma.mma_async" in asm["ptx"]) == plan.large and ("mma.sync" in asm["ptx"]) != plan.large
+        assert ("griddepcontrol.wait" in asm["ptx"]) == plan.overlap
+        assert kernel.shared * dict(plan.config).get("per", 1) <= 227 * 1024
+        if plan.large:
+            sm, bad = sass.hazards(sass.disassemble(asm["cubin"]))
+            loops += sm
+            assert not bad, (kernel.compiled.metadata.name, bad[:3])
+        if plan.kernel == "wide":
+            ring[f"{plan.mt} {block} {i}"] = asm["ttgir"]
 assert (loops >= 12) == (arch == 90), loops
+json.dump(ring, open(sys.argv[3], "w"))
 print("compiled", arch)
 """
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
-def test_compiles_for(arch):
-    """Every kind of plan; no register operand of a running MMA is overwritten (``sass.hazards``); shared memory fits."""
+def compiled(arch, path):
+    """Every plan that ``choose`` can pick; no register operand of a running MMA is overwritten (``sass.hazards``); shared memory fits."""
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     here = os.path.dirname(os.path.abspath(__file__))
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(arch), here], capture_output=True, text=True, env=env, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(arch), here, str(path)], capture_output=True, text=True, env=env, timeout=280)
     assert f"compiled {arch}" in done.stdout, done.stderr[-2000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("arch", [80, 120])
+def test_compiles_for(arch, tmp_path):
+    compiled(arch, tmp_path / "ttgir")
+
+
+@pytest.fixture(scope="module")
+def rings(tmp_path_factory):
+    """Name (rows a block, scale block, which product) -> TTGIR of the wide kernels."""
+    return compiled(90, tmp_path_factory.mktemp("wide") / "ttgir")
+
+
+def programs(ttgir, rows, seed=0):
+    """All programs over blocks of these rows, in schedules of few and of many programs; chunks taken by each."""
+    groups = int(re.search(r"%tiles_?\d* = arith.muli %tiles(?:_\d+)?, %c(\d+)_i32", ttgir)[1])
+    sched = [len(rows), *(v for i, r in enumerate(rows) for v in (i, 0, r))]
+    for blocks in {1, 3, max(1, len(rows) * groups - 1), len(rows) * groups + 2}:
+        pids = range(blocks) if blocks < 4 else (0, blocks // 2, blocks - 1)
+        for pid in pids:
+            tiles = len(range(pid, len(rows) * groups, blocks))
+            yield tiles, simulate(ttgir, sched, pid, blocks, seed + pid)
+
+
+#: rows of the blocks of a schedule: none at all, one tile, blocks that fill each kind of tile exactly and by one more
+ROWS = ((), (1,), (160, 1, 128, 129, 64, 65, 96, 32, 33, 48))
+
+
+def test_every_wait_of_the_wide_kernel_ends(rings):
+    """``ring_wide``: every program of every schedule ends, and reads what was fetched for it; K has more and fewer chunks than the ring."""
+    assert len(rings) == 8
+    for name, ttgir in rings.items():
+        most = int(name.split()[0])
+        for i, rows in enumerate(ROWS):
+            each = {chunks // tiles if tiles else chunks for tiles, chunks in programs(ttgir, [min(r, most) for r in rows], i)}
+            assert each <= {0, *((17, 9) if name[-1] == "0" else (5, 3))}, name
+
+
+#: what is broken in the first multiplying warp group -> pattern, what replaces it, how the model sees it
+FAULTS = {
+    "never releases": (r"ttng\.async_copy_mbarrier_arrive", "none.at_all", "nobody can go on"),
+    "releases before the product ends": ("pendings = 0", "pendings = 1", "overwrites"),
+    "does not wait for copies": (r"ttng\.wait_barrier", "none.at_all", "reads chunk"),
+    "does not carry the slot it releases": (r"%empty\[%[\w#]+\]", "%empty[%c0_i32]", "nobody can go on|more arrivals|overwrites"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_the_model_finds_faults(what, rings):
+    pattern, instead, seen = FAULTS[what]
+    head, default, rest = re.split(r"(?=\n\s+default \{|\n\s+partition0)", next(t for n, t in rings.items() if n.startswith("160")))
+    broken = re.sub(pattern, instead, default)
+    assert broken != default
+    with pytest.raises(Fault, match=seen):
+        [list(programs(head + broken + rest, [160, 128, 160], seed)) for seed in range(10)]

@@ -1,10 +1,11 @@
-"""One small call of every grouped kernel, for compute-sanitizer. Run it once without, so that the kernels are compiled, then
+"""One small call of every grouped kernel that ``choose`` can pick, for compute-sanitizer. Compile first, without a device:
 
-compute-sanitizer --tool memcheck python tests/gpu/sanitize_moe.py [part/parts]
-compute-sanitizer --tool racecheck python tests/gpu/sanitize_moe.py [part/parts]
+python tests/gpu/sanitize_moe.py compile 0/4 [wide]      (and 1/4, 2/4, 3/4 beside it)
+compute-sanitizer --tool memcheck python tests/gpu/sanitize_moe.py run 0/4 [wide]
+compute-sanitizer --tool racecheck python tests/gpu/sanitize_moe.py run 0/4 [wide]
 
-Weights and inputs are made on the CPU, so that under the tool nothing runs on the device but these kernels and copies. ``part/parts``
-(0/6 .. 5/6) takes every sixth plan, for processes side by side.
+Weights and inputs are made on the CPU, so that under the tool nothing runs on the device but these kernels and copies. 1/4 takes every
+fourth pair of a plan and a layer, from the second on; ``wide`` only plans of that kernel.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_grouped import plans
-
 import fp4
 from fp4.formats import MXFP4, NVFP4
-from fp4.gpu.kernels import grouped, grouped_run
+from fp4.gpu.kernels import grouped, grouped_plan, grouped_run
 from fp4.gpu.kernels.act_quantize import act_and_quantize
 from fp4.ref.activation import SiLU, SwiGLU
 from fp4.tensor import QuantizedTensor
@@ -39,27 +38,37 @@ def layer(fmt, e, h, i, act, order, bias, first=0):
     biases = {"bias13": torch.randn(e, 2 * i), "bias2": torch.randn(e, h)} if bias else {}
     w13, w2 = weights(fmt, e, 2 * i, h, second), weights(fmt, e, h, i, second)
     g = grouped.prepare(w13, w2, gate_up=order, activation=act, first=first, **biases)
+    if COMPILE:
+        return g
     g.windows = {d: w if isinstance(w, Exception) else tuple((a.cuda(), *rest) for a, *rest in w) for d, w in g.windows.items()}
     found = {f.name: getattr(g, f.name) for f in dataclasses.fields(g)}
     return dataclasses.replace(g, **{n: t.cuda() for n, t in found.items() if isinstance(t, torch.Tensor)})
 
 
-part, parts = map(int, (sys.argv[1] if len(sys.argv) > 1 else "0/1").split("/"))
+COMPILE = sys.argv[1] == "compile"
+part, parts = map(int, sys.argv[2].split("/"))
+kind = sys.argv[3] if len(sys.argv) > 3 else ""
 torch.manual_seed(1)
+capability = (9, 0) if COMPILE else torch.cuda.get_device_capability()
 made = (
     (layer(MXFP4, 3, 96, 160, SwiGLU(), "interleaved", True), 3),
     (layer(NVFP4, 3, 208, 80, SiLU(), "up_gate", False, first=1), 5),
 )
-mine = plans()[part::parts]
-for plan in mine:
-    for g, total in made:
-        x = torch.randn(9, g.hidden).bfloat16().cuda()
-        ids = torch.rand(9, total).argsort(1)[:, :2].int().contiguous().cuda()
-        grouped_run.run(x, g, ids, torch.rand(9, 2).cuda(), plan=plan)
-        torch.cuda.synchronize()
-if part == 0:
+pairs = [(p, g, total) for _, p in reversed(grouped_plan.plans(capability)) if kind in p.kernel for g, total in made]
+for plan, g, total in pairs[part::parts]:
+    if COMPILE:
+        from triton.backends.compiler import GPUTarget
+
+        grouped_run.Chain(g, 40, 2, torch.bfloat16, torch.int32, torch.float32, torch.bfloat16, plan, GPUTarget("cuda", 90, 32))
+        continue
+    x = torch.randn(40, g.hidden).bfloat16().cuda()
+    ids = torch.rand(40, total).argsort(1)[:, :2].int().contiguous()
+    ids[:30, 0] = 2  # an expert of more rows than the others
+    grouped_run.run(x, g, ids.cuda(), torch.rand(40, 2).cuda(), plan=plan)
+    torch.cuda.synchronize()
+if part == 0 and not COMPILE and not kind:
     h = torch.randn(5, 320).bfloat16().cuda()
     for fmt, second in (("nvfp4", torch.tensor(0.01).cuda()), ("mxfp8", None)):
         act_and_quantize(h, SwiGLU(), "interleaved", fmt, fp4.recipes["default"], second)
     torch.cuda.synchronize()
-print(f"{len(mine)} plans x 2 layers ran, part {part} of {parts}")
+print(f"{len(pairs[part::parts])} of {len(pairs)} pairs of a plan and a layer ran, part {part} of {parts}")

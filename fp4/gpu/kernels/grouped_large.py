@@ -4,7 +4,7 @@
 The fragment order of ``fp4.gpu.kernels.frag`` is also the register order of a wgmma A operand, so weights go from memory to the
 tensor cores without shared memory. Rows of x come through shared memory by cp.async (a gather costs nothing more), already in
 the k order of the fragments: ``permute_rows`` makes it for the first product, the first product's epilogue for the second.
-Stored words and rows both arrive by cp.async, XS chunks of 128 columns deep; the next chunk is decoded while a product runs.
+Stored words and rows both arrive by cp.async, XS chunks of 64 columns deep; the next chunk is decoded while a product runs.
 
 No proxy fence follows cp.async: like Triton's own pipelines (its fence pass asks for one only after register stores to shared memory). A
 fence there waits for every copy in flight and costs the whole pipeline.
@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, frag_w, unpack_scales, words_to_products
+from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
 from fp4.gpu.kernels.grouped_device import activate
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait, trigger, wait
 
@@ -44,39 +44,28 @@ def permute_rows(x_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 @gluon.jit
 def _decode(
-    a, s, odd, oc, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
+    a, s, oc, ODD: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
     DOA: gl.constexpr,
 ):  # fmt: skip
-    """Words [WN, R U 128] and scale words [WN, 32 R] -> the A operand [16 R WN, 64 U]. odd: which tile of the scale word's pair (U = 1)."""
-    if U == 1:
-        q0, q1, q2, q3 = unpack_scales(s.reshape([1, WN, R, 1, 32, 1]), oc, KIND, ANY, HALF)
-        s0 = gl.where(odd, q1, q0)
-        s1 = gl.where(odd, q3, q2)
-        a = a.reshape([1, WN, R, 1, 32, 4])
-        a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
-        a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
-        w = words_to_products(a, s0, s1, HALF).reshape([1, WN, R, 1, 8, 4, 4, 2, 2, 2])
-    else:
-        w = frag_w(a.reshape([1, WN, R * U * 128]), s.reshape([1, WN, R * U * 16]), oc, 1, WN, R, U, KIND, ANY, HALF)
-    w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([16 * R * WN, U * 64])  # R WN e g, U s h t l
+    """Words [WN, 128 R] and scale words [WN, 32 R] -> the A operand [16 R WN, 64]. ODD: which half of a scale word."""
+    q0, q1, q2, q3 = unpack_scales(s.reshape([1, WN, R, 1, 32, 1]), oc, KIND, ANY, HALF)
+    s0 = q1 if ODD else q0
+    s1 = q3 if ODD else q2
+    a = a.reshape([1, WN, R, 1, 32, 4])
+    a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
+    a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
+    w = words_to_products(a, s0, s1, HALF).reshape([1, WN, R, 1, 8, 4, 4, 2, 2, 2])
+    w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([16 * R * WN, 64])  # R WN e g, s h t l
     return gl.convert_layout(w, DOA, assert_trivial=True)
 
 
 @gluon.jit
-def _fetch(
-    slot, n, sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K: gl.constexpr, U: gl.constexpr, SW: gl.constexpr, XS: gl.constexpr
-):  # fmt: skip
-    """Copy chunk n (U tiles of 64 columns) into a slot; chunks past the end are zeros that no product reads."""
-    KT: gl.constexpr = (K + 63) // 64
-    on = n * U < KT
-    if KT % U == 0:
-        cp_async(sa[slot], ap + n * (U * 128), mask=ma & on)
-        cp_async(sx[slot], xp + n * (U * 64), mask=live & on)
-    else:
-        cp_async(sa[slot], ap + n * (U * 128), mask=ma & (ka + n * U < KT))
-        cp_async(sx[slot], xp + n * (U * 64), mask=live & (kx + n * (U * 64) < KT * 64))
-    pair = n // 2 if U == 1 else n
-    cp_async(ss[slot], sp + (pair // 2) * SW + pair % 2, mask=ms & on)
+def _fetch(slot, n, sx, sa, ss, xp, ap, sp, live, ma, ms, KT: gl.constexpr, SW: gl.constexpr):
+    """Copy chunk n (64 columns) into a slot; chunks past the end are zeros that no product reads."""
+    on = n < KT
+    cp_async(sa[slot], ap + n * 128, mask=ma & on)
+    cp_async(sx[slot], xp + n * 64, mask=live & on)
+    cp_async(ss[slot], sp + (n // 4) * SW + (n // 2) % 2, mask=ms & on)
     cp_commit()
 
 
@@ -109,17 +98,15 @@ def _tile(
     HALF: gl.constexpr,
     WN: gl.constexpr,
     R: gl.constexpr,
-    U: gl.constexpr,
     MT: gl.constexpr,
     XS: gl.constexpr,
-    DEEP: gl.constexpr,
 ):
     """Row tiles tile0 .. tile0 + WN R of expert e times rows row0 .. row0 + rows (at most MT)."""
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     BN: gl.constexpr = 16 * WN * R
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WN, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WN, 1], [1, 0])
-    LX: gl.constexpr = gl.BlockedLayout([1, 8], [4 // U, 8 * U], [WN, 1], [1, 0])
+    LX: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WN, 1], [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WN, 1], [16, MT, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -128,12 +115,10 @@ def _tile(
     KT: gl.constexpr = (K + 63) // 64
     KB: gl.constexpr = (KT + 3) // 4
     SW: gl.constexpr = 64 if KIND == 16 else 32
-    ITER: gl.constexpr = (KT + U - 1) // U
 
     wa = gl.arange(0, WN, layout=gl.SliceLayout(1, LA))[:, None]
-    ia = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, LA))[None, :]
-    ta = (ia // (U * 128)) * WN + wa
-    ka = (ia // 128) % U
+    ia = gl.arange(0, R * 128, layout=gl.SliceLayout(0, LA))[None, :]
+    ta = (ia // 128) * WN + wa
     ma = tile0 + ta < NT
     ws = gl.arange(0, WN, layout=gl.SliceLayout(1, LS))[:, None]
     js = gl.arange(0, R * 32, layout=gl.SliceLayout(0, LS))[None, :]
@@ -143,13 +128,13 @@ def _tile(
     ts = (js // 32) * WN + ws
     ms = tile0 + ts < NT
     mx = gl.arange(0, MT, layout=gl.SliceLayout(1, LX))
-    kx = gl.arange(0, U * 64, layout=gl.SliceLayout(0, LX))[None, :]
+    kx = gl.arange(0, 64, layout=gl.SliceLayout(0, LX))[None, :]
     live = mx < rows
     if FIRST:
         src = gl.load(order_ptr + row0 + mx, mask=live, other=0) // topk
     else:
         src = gl.where(live, row0 + mx, 0)
-    ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + (ta * (KT * 128) + ia % (U * 128))
+    ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + (ta * (KT * 128) + ia % 128)
     sp = s_ptr + (e.to(gl.int64) * NT + tile0) * (KB * SW) + (ts * (KB * SW) + lane * 2)
     xp = x_ptr + src.to(gl.int64)[:, None] * (KT * 64) + kx
     live = live[:, None]
@@ -158,67 +143,39 @@ def _tile(
     sa = ()
     ss = ()
     for _ in gl.static_range(XS):  # one buffer a stage, so that the compiler sees which stages a copy and a product touch
-        sx = sx + (gl.allocate_shared_memory(DT, [MT, U * 64], SX),)  # noqa: RUF005
-        sa = sa + (gl.allocate_shared_memory(gl.int32, [WN, R * U * 128], SP),)  # noqa: RUF005
+        sx = sx + (gl.allocate_shared_memory(DT, [MT, 64], SX),)  # noqa: RUF005
+        sa = sa + (gl.allocate_shared_memory(gl.int32, [WN, R * 128], SP),)  # noqa: RUF005
         ss = ss + (gl.allocate_shared_memory(gl.int32, [WN, R * 32], SP),)  # noqa: RUF005
     for q in gl.static_range(XS - 1):
-        _fetch(q, q, sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
+        _fetch(q, q, sx, sa, ss, xp, ap, sp, live, ma, ms, KT, SW)
     cp_wait(XS - 2)
     barrier()
-    w = _decode(sa[0].load(LA), ss[0].load(LS), False, oc, WN, R, U, KIND, ANY, HALF, DOA)
+    w = _decode(sa[0].load(LA), ss[0].load(LS), oc, False, WN, R, KIND, ANY, HALF, DOA)
     acc = gl.zeros([BN, MT], gl.float32, MMA)
-    for i0 in range(0, ITER // XS * XS, XS):
+    gl.static_assert(XS % 2 == 0)  # so that which half of a scale word a chunk uses is known at compile time
+    for i0 in range(0, KT // XS * XS, XS):
         # w is the register operand of a running product and must stay until that product is waited for; nothing runs across the loop's edge
         for j in gl.static_range(XS):
             acc = warpgroup_mma(w, sx[j].permute([1, 0]), acc, is_async=True)
-            if DEEP == 0:
-                acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-            elif j > 0:
+            if j > 0:
                 acc, old = warpgroup_mma_wait(1, deps=(acc, old))  # noqa: F821
             cp_wait(XS - 3)
             barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
-            _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
+            _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, KT, SW)
             old = w
-            w = _decode(
-                sa[(j + 1) % XS].load(LA),
-                ss[(j + 1) % XS].load(LS),
-                (j + 1) % 2 == 1 if XS % 2 == 0 else (i0 + j + 1) % 2 == 1,
-                oc,
-                WN,
-                R,
-                U,
-                KIND,
-                ANY,
-                HALF,
-                DOA,
-            )
-        if DEEP != 0:
-            acc, old = warpgroup_mma_wait(0, deps=(acc, old))
-    i0 = ITER // XS * XS
-    for j in gl.static_range(ITER % XS):
+            w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, j % 2 == 0, WN, R, KIND, ANY, HALF, DOA)
+        acc, old = warpgroup_mma_wait(0, deps=(acc, old))
+    i0 = KT // XS * XS
+    for j in gl.static_range(KT % XS):
         acc = warpgroup_mma(w, sx[j].permute([1, 0]), acc, is_async=True)
-        if DEEP == 0:
-            acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-        elif j > 0:
+        if j > 0:
             acc, old = warpgroup_mma_wait(1, deps=(acc, old))
         cp_wait(XS - 3)
         barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
-        _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, ka, kx, K, U, SW, XS)
+        _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, KT, SW)
         old = w
-        w = _decode(
-            sa[(j + 1) % XS].load(LA),
-            ss[(j + 1) % XS].load(LS),
-            (j + 1) % 2 == 1 if XS % 2 == 0 else (i0 + j + 1) % 2 == 1,
-            oc,
-            WN,
-            R,
-            U,
-            KIND,
-            ANY,
-            HALF,
-            DOA,
-        )
-    if DEEP != 0 and ITER % XS != 0:
+        w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, j % 2 == 0, WN, R, KIND, ANY, HALF, DOA)
+    if KT % XS != 0:
         acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     cp_wait(0)
     col = tile0 * 16
@@ -294,11 +251,9 @@ def grouped_large(
     HALF: gl.constexpr,
     WN: gl.constexpr,
     R: gl.constexpr,
-    U: gl.constexpr,
     MT: gl.constexpr,
     LOW: gl.constexpr,
     XS: gl.constexpr,
-    DEEP: gl.constexpr,
     PDL: gl.constexpr = False,
 ):
     """As ``grouped_small``, with x and the first product's output in fragment k order, K padded to 64 there (row stride 64 KT).
@@ -320,15 +275,15 @@ def grouped_large(
     if LOW == MT:
         _tile(
             x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
-            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, U, MT, XS, DEEP,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, MT, XS,
         )  # fmt: skip
     elif rows <= LOW:
         _tile(
             x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
-            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, U, LOW, XS, DEEP,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, LOW, XS,
         )  # fmt: skip
     else:
         _tile(
             x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,
-            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, U, MT, XS, DEEP,
+            N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, WN, R, MT, XS,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Plan", "choose"]
+__all__ = ["Plan", "choose", "plans"]
 
 Config = tuple[tuple[str, int], ...]
 
@@ -13,13 +13,13 @@ Config = tuple[tuple[str, int], ...]
 class Plan:
     """mt: rows of x in a block. kernel: "small" (mma.sync), "large" (wgmma) or "wide" (wgmma, warp groups that fetch and that multiply).
 
-    first, second: constants of the two products.
+    config: constants of both products. overlap: each kernel's start overlaps the end of the one in front (SM90 and newer, ``pdl``).
     """
 
     kernel: str
     mt: int
-    first: Config
-    second: Config
+    config: Config
+    overlap: bool = False
 
     @property
     def large(self) -> bool:
@@ -28,48 +28,42 @@ class Plan:
 
 
 def small(mt: int, wk: int, r: int, u: int) -> Plan:
-    c = (("WK", wk), ("R", r), ("U", u))
-    return Plan("small", mt, c, c)
+    return Plan("small", mt, (("WK", wk), ("R", r), ("U", u)))
 
 
-def large(mt: int, wn: int, r: int, xs: int, deep: int = 1, low: int = 0, maxnreg: int = 0, u: int = 2) -> Plan:
-    c = (("WN", wn), ("R", r), ("U", u), ("XS", xs), ("DEEP", deep), ("LOW", low or mt)) + ((("maxnreg", maxnreg),) if maxnreg else ())
-    return Plan("large", mt, c, c)
+def large(mt: int, wn: int, r: int, low: int = 0, overlap: bool = False) -> Plan:
+    """wn warps of 16 r weight rows; blocks of at most ``low`` rows take a smaller tile."""
+    return Plan("large", mt, (("WN", wn), ("R", r), ("XS", 4), ("LOW", low or mt)), overlap)
 
 
-def wide(
-    mt: int,
-    ex: int = 0,
-    low: int = 0,
-    c: int = 3,
-    r: int = 1,
-    xs: int = 6,
-    u: int = 1,
-    g: int = 2,
-    deep: int = 0,
-    rp: int = 56,
-    per: int = 1,
-) -> Plan:
-    """c warp groups of 64 r weight rows multiply; blocks of at most mt + ex rows. ``per`` programs an SM share all its registers."""
+def wide(mt: int, ex: int, *, low: int = 0, c: int, xs: int, u: int, ahead: bool, rp: int, per: int, overlap: bool = False) -> Plan:
+    """c warp groups of 64 weight rows multiply; blocks of at most mt + ex rows. ``per`` programs an SM share all its registers."""
     maxnreg = min(65536 // (128 * (c + 1) * per) // 8 * 8, 232)
     regs = min((maxnreg * (c + 1) - rp) // c // 8 * 8, 232)
-    f = (("C", c), ("R", r), ("U", u), ("MT", mt), ("LOW", low or mt), ("EX", ex), ("XS", xs), ("G", g), ("DEEP", deep))
+    f = (("C", c), ("U", u), ("MT", mt), ("LOW", low or mt), ("EX", ex), ("XS", xs), ("AHEAD", ahead))
     f += (("RC", regs), ("RP", rp), ("maxnreg", maxnreg), ("per", per))
-    return Plan("wide", mt + ex, f, f)
+    return Plan("wide", mt + ex, f, overlap)
 
 
-def choose(pairs: int, experts: int, n: int, k: int, capability: tuple[int, int]) -> Plan:
+#: most rows an expert (pairs / local experts) that a plan is chosen for, and the plan. Measured on an H200 with 128 experts at 0.03, 0.5, 2
+#: and 4 rows, then 8, 16, 32, 64 and 128 (benchmarks/notes/moe.md); the limits lie between those points, where blocks begin to overflow
+_ANY: tuple[tuple[float, Plan], ...] = ((1, small(8, 2, 2, 4)), (4, small(8, 1, 4, 4)))
+_REST = small(16, 2, 4, 2)
+_HOPPER: tuple[tuple[float, Plan], ...] = (
+    *_ANY,
+    (12, large(16, 4, 2, overlap=True)),
+    (24, large(32, 4, 2, low=16)),
+    (40, wide(32, 16, c=2, xs=4, u=2, ahead=True, rp=40, per=2, overlap=True)),
+    (80, wide(64, 32, c=3, xs=6, u=1, ahead=True, rp=56, per=1)),
+    (float("inf"), wide(128, 32, low=64, c=3, xs=6, u=1, ahead=False, rp=56, per=1)),
+)
+
+
+def plans(capability: tuple[int, int]) -> list[tuple[float, Plan]]:
+    """(most rows an expert, plan), all that ``choose`` can pick."""
+    return list(_HOPPER if capability[0] == 9 else (*_ANY, (float("inf"), _REST)))
+
+
+def choose(pairs: int, experts: int, capability: tuple[int, int]) -> Plan:
     """The plan for ``pairs`` (token, slot) pairs over ``experts`` local experts."""
-    load = pairs / experts
-    wgmma = capability[0] == 9
-    if load <= 1:
-        return small(8, 2, 2, 4)
-    if load <= 4:
-        return small(8, 1, 4, 4)
-    if not wgmma:
-        return small(16, 2, 4, 2)
-    if load <= 12:
-        return large(16, 4, 2, 5, u=1)
-    if load < 96:
-        return large(64, 8, 1, 5, low=32, u=1)
-    return wide(128, 32, low=64)
+    return next(p for most, p in plans(capability) if pairs <= most * experts)

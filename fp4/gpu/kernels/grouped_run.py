@@ -54,7 +54,7 @@ def _compile(
             signature[name] = "*" + _TYPES[pointers.get(name, torch.int32)]
         elif name in _SCALARS and name not in constants:
             signature[name] = _SCALARS[name]
-    how = {"num_warps": warps, "target": target, "maxnreg": maxnreg, "pdl": pdl and launch.OVERLAP}
+    how = {"num_warps": warps, "target": target, "maxnreg": maxnreg, "pdl": pdl}
     make: Any = launch.build if ring is None else functools.partial(launch.build_ring, **ring)
     kernel = make(fn, signature, constants, **how)
     return kernel, tuple(constants[n] for n in fn.arg_names if n in constants)
@@ -128,34 +128,31 @@ class Chain:
         self.act = tuple(float(v) for v in acts.get(a.name, (0.0, 0.0, 0.0)))
         self.topk, self.tokens, self.large, self.window = topk, tokens, wide, window
 
-        #: kernels overlap their start with the end of the one in front (SM90 and newer)
-        pdl = _overlaps(g.w13.device.index or 0, target)
+        pdl = plan.overlap and _overlaps(g.w13.device.index or 0, target)
         bins = triton.next_power_of_2(g.experts + 1)
         chunk = _chunk(pairs)
         self.route = _compile(
             route_kernel, {"ids_ptr": ids}, {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins, "PDL": pdl}, 8 if chunk > 2048 else 4, target
         )
         ends: list[Any] = []
-        for i, config in enumerate((plan.first, plan.second)):
-            c = dict(config)
+        for i in (0, 1):
+            c = dict(plan.config)
             warps, limit, per = c.get("WN") or c.get("WK") or 4, c.pop("maxnreg", None), c.pop("per", 1)
             n, bias = (g.hidden, g.bias2) if i else (g.n13, g.bias13)
             c |= {"N": n, "K": g.inter if i else g.hidden, "KIND": g.block, "ANY": window[i][2], "ACT": 0 if i else ACTS[a.name]}
             c |= {"FIRST": not i, "BIAS": bias is not None, "HALF": x == torch.float16}
             c.setdefault("MT", plan.mt)
-            if wide:
-                c.setdefault("LOW", plan.mt)
             c["PDL"] = pdl
             f32 = dict.fromkeys(("alpha_ptr", "bias_ptr"), torch.float32)
             pointers = {"x_ptr": x, "out_ptr": row if i else x, "gamma_ptr": gamma, **f32}
             fit = None
             if ring:
-                fit = {"slot": 128 * c["U"] * (c["MT"] + c["EX"]) + 512 * c["C"] * c["R"] * (4 * c["U"] + 1), "per": per}
+                fit = {"slot": 128 * c["U"] * (c["MT"] + c["EX"]) + 512 * c["C"] * (4 * c["U"] + 1), "per": per}
             kernel, tail = _compile(product, pointers, c, warps, target, limit, pdl, fit)
             alpha = window[i][0]
             weights = ((g.w13, g.s13), (g.w2, g.s2))[i]
             fixed = (*(t.data_ptr() for t in weights), alpha.data_ptr(), (alpha if bias is None else bias).data_ptr())
-            tiles = -(-n // (16 * c["R"] * (4 * c["C"] if ring else c["WN"] if wide else 1)))
+            tiles = -(-n // (64 * c["C"] if ring else 16 * c["R"] * c.get("WN", 1)))
             grid = tiles * self.blocks
             if ring:  # as many programs as stay resident take tiles in turn
                 grid = min(grid, per * launch.processors(g.w13.device))
@@ -218,7 +215,7 @@ def run(
         _check(x, g, topk_ids, topk_weights, out)
         if len(g.calls) >= 4096:  # token counts seen; a chain is small, but a server may see many
             g.calls.clear()
-        p = plan or choose(tokens * topk, g.experts, g.n13, g.hidden, _capability(index))
+        p = plan or choose(tokens * topk, g.experts, _capability(index))
         with torch.cuda.device(index):
             chain = g.calls[key] = Chain(g, *key[:6], p, None)
     ws = torch.empty(chain.at[5], dtype=torch.uint8, device=x.device)
@@ -271,7 +268,7 @@ def warmup(g: Grouped, m_max: int, topk: int, dtype: torch.dtype = torch.bfloat1
     while True:
         for t in sorted({min(m, m_max), min(m + m // 2, m_max)}):
             pairs = t * topk
-            key = (choose(pairs, g.experts, g.n13, g.hidden, _capability(device.index or 0)), pairs * g.hidden <= 1 << 22, _chunk(pairs))
+            key = (choose(pairs, g.experts, _capability(device.index or 0)), pairs * g.hidden <= 1 << 22, _chunk(pairs))
             if key in seen:
                 continue
             seen.add(key)

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Grouped product with one warp group that fetches and C that multiply (Hopper): as many blocks as stay resident take all tiles in turn.
 
-A tile is 64 R C weight rows of one expert times up to MT + EX of its rows. The fetching warp group copies x and stored words by
-cp.async, XS chunks of 64 U columns ahead and on into the next tile; each multiplying warp group decodes its own 64 R weight rows and runs
+A tile is 64 C weight rows of one expert times up to MT + EX of its rows. The fetching warp group copies x and stored words by
+cp.async, XS chunks of 64 U columns ahead and on into the next tile; each multiplying warp group decodes its own 64 weight rows and runs
 wgmma with them as the register operand. They meet only at the ring of slots: ``ready`` counts the fetching threads, ``empty`` the
-multiplying warp groups, so that decode, tensor cores and copies of different warp groups overlap. x crosses from L2 once for 64 R C rows.
+multiplying ones, so that decode, tensor cores and copies of different warp groups overlap. x crosses from L2 once for 64 C rows.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def row_tiles(n, first, gated):
 
 @gluon.jit
 def _decode(
-    a, s, oc, ODD: gl.constexpr, R: gl.constexpr, U: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
+    a, s, oc, ODD: gl.constexpr, U: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
     DOA: gl.constexpr,
 ):  # fmt: skip
-    """Words [4, R U 128] and scale words [4, 32 R] -> the A operand [64 R, 64 U]. ODD: which tile of the scale word's pair (U = 1)."""
+    """Words [4, U 128] and scale words [4, 32] -> the A operand [64, 64 U]. ODD: which tile of the scale word's pair (U = 1)."""
     if U == 1:
-        q0, q1, q2, q3 = unpack_scales(s.reshape([1, 4, R, 1, 32, 1]), oc, KIND, ANY, HALF)
+        q0, q1, q2, q3 = unpack_scales(s.reshape([1, 4, 1, 1, 32, 1]), oc, KIND, ANY, HALF)
         if ODD:
             s0 = q1
             s1 = q3
         else:
             s0 = q0
             s1 = q2
-        a = a.reshape([1, 4, R, 1, 32, 4])
+        a = a.reshape([1, 4, 1, 1, 32, 4])
         a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
         a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
-        w = words_to_products(a, s0, s1, HALF).reshape([1, 4, R, 1, 8, 4, 4, 2, 2, 2])
+        w = words_to_products(a, s0, s1, HALF).reshape([1, 4, 1, 1, 8, 4, 4, 2, 2, 2])
     else:
-        w = frag_w(a.reshape([1, 4, R * U * 128]), s.reshape([1, 4, R * U * 16]), oc, 1, 4, R, U, KIND, ANY, HALF)
-    w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([64 * R, U * 64])  # R WN e g, U s h t l
+        w = frag_w(a.reshape([1, 4, U * 128]), s.reshape([1, 4, U * 16]), oc, 1, 4, 1, U, KIND, ANY, HALF)
+    w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([64, U * 64])  # warp e g, U s h t l
     return gl.convert_layout(w, DOA, assert_trivial=True)
 
 
@@ -64,7 +64,7 @@ def _next(slot, phase, XS: gl.constexpr):
 def _produce(
     x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr,
-    C: gl.constexpr, R: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, EX: gl.constexpr, XS: gl.constexpr,
+    C: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, EX: gl.constexpr, XS: gl.constexpr,
 ):  # fmt: skip
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
@@ -75,28 +75,25 @@ def _produce(
     SW: gl.constexpr = 64 if KIND == 16 else 32
     ITER: gl.constexpr = (KT + U - 1) // U
     COVER: gl.constexpr = row_tiles(N, FIRST, ACT != 0)
-    GROUPS: gl.constexpr = (COVER + 4 * C * R - 1) // (4 * C * R)
-    EVEN: gl.constexpr = NT % (4 * C * R) == 0 and NT == COVER and KT % U == 0
+    GROUPS: gl.constexpr = (COVER + 4 * C - 1) // (4 * C)
+    EVEN: gl.constexpr = NT % (4 * C) == 0 and NT == COVER and KT % U == 0
 
     wa = gl.arange(0, 4, layout=gl.SliceLayout(1, LA))[:, None]
-    ia = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, LA))[None, :]
-    ta = (ia // (U * 128)) * 4 + wa
-    ka = (ia // 128) % U + wa * 0
-    oa = ta * (KT * 128) + ia % (U * 128)
+    ia = gl.arange(0, U * 128, layout=gl.SliceLayout(0, LA))[None, :]
+    ka = ia // 128 + wa * 0
+    oa = wa * (KT * 128) + ia
     ws = gl.arange(0, 4, layout=gl.SliceLayout(1, LS))[:, None]
-    js = gl.arange(0, R * 32, layout=gl.SliceLayout(0, LS))[None, :]
-    lane = js % 32
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, LS))[None, :]
     if KIND == 32:
         lane = (lane // 4) * 2 + (lane % 4) // 2
-    ts = (js // 32) * 4 + ws
-    os = ts * (KB * SW) + lane * 2
+    os = ws * (KB * SW) + lane * 2
     mx = gl.arange(0, MT, layout=gl.SliceLayout(1, LX))
     kx = gl.arange(0, U * 64, layout=gl.SliceLayout(0, LX))[None, :]
     slot = 0
     phase = 1
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block = t // GROUPS
-        tile0 = (t % GROUPS) * (4 * C * R)
+        tile0 = (t % GROUPS) * (4 * C)
         e = gl.load(sched_ptr + 1 + 3 * block)
         row0 = gl.load(sched_ptr + 2 + 3 * block)
         rows = gl.load(sched_ptr + 3 + 3 * block)
@@ -127,17 +124,17 @@ def _produce(
                     if rows > MT:
                         cp_async(sy.index(slot), yp + n * (U * 64), mask=livey)
                 for c in gl.static_range(C):
-                    cp_async(sa[c].index(slot), ap + (c * 4 * R * KT * 128 + n * (U * 128)))
-                    cp_async(ss[c].index(slot), sp + (c * 4 * R * KB * SW + sn))
+                    cp_async(sa[c].index(slot), ap + (c * 4 * KT * 128 + n * (U * 128)))
+                    cp_async(ss[c].index(slot), sp + (c * 4 * KB * SW + sn))
             else:
                 cp_async(sx.index(slot), xp + n * (U * 64), mask=live & (kx + n * (U * 64) < KT * 64))
                 if EX > 0:  # noqa: SIM102 (known at compile time)
                     if rows > MT:
                         cp_async(sy.index(slot), yp + n * (U * 64), mask=livey & (kx + n * (U * 64) < KT * 64))
                 for c in gl.static_range(C):
-                    ok = (tile0 + c * 4 * R + ta < NT) & (ka + n * U < KT)
-                    cp_async(sa[c].index(slot), ap + (c * 4 * R * KT * 128 + n * (U * 128)), mask=ok)
-                    cp_async(ss[c].index(slot), sp + (c * 4 * R * KB * SW + sn), mask=tile0 + c * 4 * R + ts < NT)
+                    ok = (tile0 + c * 4 + wa < NT) & (ka + n * U < KT)
+                    cp_async(sa[c].index(slot), ap + (c * 4 * KT * 128 + n * (U * 128)), mask=ok)
+                    cp_async(ss[c].index(slot), sp + (c * 4 * KB * SW + sn), mask=tile0 + c * 4 + (ws + lane * 0) < NT)
             async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
             slot, phase = _next(slot, phase, XS)
 
@@ -145,17 +142,17 @@ def _produce(
 @gluon.jit
 def _finish(
     acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, rows, tile0,
-    N: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr, MT: gl.constexpr,
+    N: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr, HALF: gl.constexpr, MT: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of acc [64 R, MT]; rows counts from row0."""
+    """The epilogue of acc [64, MT]; rows counts from row0."""
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    BN: gl.constexpr = 64 * R
+    BN: gl.constexpr = 64
     col = tile0 * 16
     if FIRST:
         if ACT != 0:
-            gate, up = gl.split(acc.reshape([4 * R, 2, 8, MT]).permute([0, 2, 3, 1]))
-            rt = gl.arange(0, 4 * R, layout=gl.SliceLayout(1, gl.SliceLayout(2, gate.type.layout)))[:, None, None]
+            gate, up = gl.split(acc.reshape([4, 2, 8, MT]).permute([0, 2, 3, 1]))
+            rt = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gate.type.layout)))[:, None, None]
             rg = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gate.type.layout)))[None, :, None]
             n = col + rt * 16 + rg
             gate = gate * gl.load(alpha_ptr + 2 * e)
@@ -177,7 +174,7 @@ def _finish(
         NP: gl.constexpr = (NO + 63) // 64 * 64
         unit = (col * UN) // BN
         # units t step h l -> fragment order step h t l of the next product, zeros up to its padded row
-        if UN == 32:  # half of a 64-column tile: t = 0, 1 or t = 2, 3
+        if ACT != 0:  # half of a 64-column tile: t = 0, 1 or t = 2, 3
             LH: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 8, 1], [4, 1, 1], [2, 1, 0])
             h = h.reshape([2, 4, 2, 2, MT]).permute([4, 1, 2, 0, 3]).reshape([MT, 8, 4])
             h = gl.convert_layout(h, LH)
@@ -187,7 +184,7 @@ def _finish(
             place = (unit // 64) * 64 + (unit % 64) // 8 + sh * 8 + tl
         else:
             LO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            h = h.reshape([UN // 64, 4, 4, 2, 2, MT]).permute([5, 0, 2, 3, 1, 4]).reshape([MT, UN])
+            h = h.reshape([4, 4, 2, 2, MT]).permute([4, 1, 2, 0, 3]).reshape([MT, UN])
             h = gl.convert_layout(h, LO)
             m = gl.arange(0, MT, layout=gl.SliceLayout(1, LO))[:, None]
             place = unit + gl.arange(0, UN, layout=gl.SliceLayout(0, LO))[None, :]
@@ -230,73 +227,45 @@ def _multiply(acc, acc2, w, slot, sx, sy, P: gl.constexpr, MT: gl.constexpr, E: 
 
 
 @gluon.jit
-def _release(empty, slot, EACH: gl.constexpr):
-    """This warp group has read a slot."""
-    if EACH:
-        async_copy.mbarrier_arrive(empty.index(slot), increment_count=False)
-    else:
-        mbarrier.arrive(empty.index(slot), count=1)
-
-
-@gluon.jit
 def _tile(
     alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, e, row0, rows, tile0, slot, phase, sx, sy, sa, ss, ready, empty,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr,
-    HALF: gl.constexpr, R: gl.constexpr, U: gl.constexpr, P: gl.constexpr, MT: gl.constexpr, E: gl.constexpr, XS: gl.constexpr,
-    G: gl.constexpr, DEEP: gl.constexpr,
+    HALF: gl.constexpr, U: gl.constexpr, P: gl.constexpr, MT: gl.constexpr, E: gl.constexpr, XS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """64 R weight rows from row tile tile0 times P + E rows. Returns the ring's next slot and phase."""
+    """64 weight rows from row tile tile0 times P + E rows. Returns the ring's next slot and phase."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ITER: gl.constexpr = ((K + 63) // 64 + U - 1) // U
-    acc = gl.zeros([64 * R, P], gl.float32, MMA)
+    acc = gl.zeros([64, P], gl.float32, MMA)
     if E > 0:
         MMB: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
-        acc2 = gl.zeros([64 * R, E], gl.float32, MMB)
+        acc2 = gl.zeros([64, E], gl.float32, MMB)
     else:
         acc2 = acc
-    AHEAD: gl.constexpr = DEEP & 4 != 0
-    LATE: gl.constexpr = DEEP & 1 != 0
-    EACH: gl.constexpr = DEEP & 2 != 0
-    LOOP: gl.constexpr = (ITER - 1) // G * G
+    LOOP: gl.constexpr = (ITER - 1) // 2 * 2
     if AHEAD:
         a, s = _words(slot, phase, sa, ss, ready)
-    # w is the register operand of a running product and must stay until that product is waited for; nothing runs across the loop's edge
-    for _ in range(0, LOOP, G):
-        for j in gl.static_range(G):
+    # two chunks a turn, so that which half of a scale word a chunk uses is known at compile time. w is the register operand of a running
+    # product and stays until that product has been waited for
+    for _ in range(0, LOOP, 2):
+        for j in gl.static_range(2):
             if not AHEAD:
                 a, s = _words(slot, phase, sa, ss, ready)
-            w = _decode(a, s, oc, j % 2 == 1, R, U, KIND, ANY, HALF, DOA)
+            w = _decode(a, s, oc, j == 1, U, KIND, ANY, HALF, DOA)
             acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, P, MT, E)
             here = slot
             slot, phase = _next(slot, phase, XS)
             if AHEAD:
                 a, s = _words(slot, phase, sa, ss, ready)
-            if LATE:
-                if j > 0:
-                    if E > 0:
-                        acc, acc2, old = warpgroup_mma_wait(2, deps=(acc, acc2, old))  # noqa: F821
-                    else:
-                        acc, old = warpgroup_mma_wait(1, deps=(acc, old))
-                    _release(empty, before, EACH)  # noqa: F821
-                old = w
-                before = here
-            else:
-                if E > 0:
-                    acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
-                else:
-                    acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-                _release(empty, here, EACH)
-        if LATE:
             if E > 0:
-                acc, acc2, old = warpgroup_mma_wait(0, deps=(acc, acc2, old))
+                acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
             else:
-                acc, old = warpgroup_mma_wait(0, deps=(acc, old))
-            _release(empty, before, EACH)
+                acc, w = warpgroup_mma_wait(0, deps=(acc, w))
+            async_copy.mbarrier_arrive(empty.index(here), increment_count=False)  # each thread for itself: no barrier of the warp group
     for j in gl.static_range(ITER - LOOP):
         if not AHEAD:
             a, s = _words(slot, phase, sa, ss, ready)
-        w = _decode(a, s, oc, j % 2 == 1, R, U, KIND, ANY, HALF, DOA)
+        w = _decode(a, s, oc, j == 1, U, KIND, ANY, HALF, DOA)
         acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, P, MT, E)
         here = slot
         slot, phase = _next(slot, phase, XS)
@@ -306,15 +275,15 @@ def _tile(
             acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
         else:
             acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-        _release(empty, here, EACH)
+        async_copy.mbarrier_arrive(empty.index(here), increment_count=False)
     _finish(
         acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, gl.minimum(rows, P), tile0,
-        N, ACT, FIRST, BIAS, HALF, R, P, MMA,
+        N, ACT, FIRST, BIAS, HALF, P, MMA,
     )  # fmt: skip
     if E > 0:
         _finish(
             acc2, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0 + P, rows - P, tile0,
-            N, ACT, FIRST, BIAS, HALF, R, E, MMB,
+            N, ACT, FIRST, BIAS, HALF, E, MMB,
         )  # fmt: skip
     return slot, phase
 
@@ -323,33 +292,33 @@ def _tile(
 def _consume(
     alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa, ss, ready, empty,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr,
-    HALF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr, R: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, LOW: gl.constexpr,
-    EX: gl.constexpr, XS: gl.constexpr, G: gl.constexpr, DEEP: gl.constexpr,
+    HALF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, LOW: gl.constexpr,
+    EX: gl.constexpr, XS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Multiplying warp group WHO of C."""
-    GROUPS: gl.constexpr = (row_tiles(N, FIRST, ACT != 0) + 4 * C * R - 1) // (4 * C * R)
+    GROUPS: gl.constexpr = (row_tiles(N, FIRST, ACT != 0) + 4 * C - 1) // (4 * C)
     slot = 0
     phase = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block = t // GROUPS
-        tile0 = (t % GROUPS) * (4 * C * R) + WHO * (4 * R)
+        tile0 = (t % GROUPS) * (4 * C) + WHO * 4
         e = gl.load(sched_ptr + 1 + 3 * block)
         row0 = gl.load(sched_ptr + 2 + 3 * block)
         rows = gl.load(sched_ptr + 3 + 3 * block)
         if EX > 0 and rows > MT:
             slot, phase = _tile(
                 alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, e, row0, rows, tile0, slot, phase,
-                sx, sy, sa, ss, ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, R, U, MT, MT, EX, XS, G, DEEP,
+                sx, sy, sa, ss, ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, U, MT, MT, EX, XS, AHEAD,
             )  # fmt: skip
         elif LOW < MT and rows <= LOW:
             slot, phase = _tile(
                 alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, e, row0, rows, tile0, slot, phase,
-                sx, sy, sa, ss, ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, R, U, LOW, MT, 0, XS, G, DEEP,
+                sx, sy, sa, ss, ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, U, LOW, MT, 0, XS, AHEAD,
             )  # fmt: skip
         else:
             slot, phase = _tile(
                 alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, e, row0, rows, tile0, slot, phase,
-                sx, sy, sa, ss, ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, R, U, MT, MT, 0, XS, G, DEEP,
+                sx, sy, sa, ss, ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, U, MT, MT, 0, XS, AHEAD,
             )  # fmt: skip
 
 
@@ -357,20 +326,18 @@ def _consume(
 def grouped_wide(
     x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, topk,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr,
-    HALF: gl.constexpr, C: gl.constexpr, R: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, LOW: gl.constexpr, EX: gl.constexpr,
-    XS: gl.constexpr, G: gl.constexpr, DEEP: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr = False,
+    HALF: gl.constexpr, C: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, LOW: gl.constexpr, EX: gl.constexpr,
+    XS: gl.constexpr, AHEAD: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """As ``grouped_large``, but the schedule's blocks hold up to MT + EX rows. Any grid: programs take tiles in turn.
 
     LOW: rows of the smaller tile that a block of at most LOW rows uses (MT for none). RC, RP: registers of threads that multiply and that
-    fetch. G: chunks an unrolled loop turn (even when U = 1). DEEP, a sum of: 1 decode a chunk while the product of the one
-    before runs, 2 every thread releases a slot (no barrier of its warp group), 4 read a chunk's words before waiting for the product of the
-    one before (XS >= 3).
+    fetch. AHEAD: read a chunk's words before waiting for the product of the one before. C: 2 or 3.
     """
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SP: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    GROUPS: gl.constexpr = (row_tiles(N, FIRST, ACT != 0) + 4 * C * R - 1) // (4 * C * R)
+    GROUPS: gl.constexpr = (row_tiles(N, FIRST, ACT != 0) + 4 * C - 1) // (4 * C)
     gl_trigger(PDL)
     sx = gl.allocate_shared_memory(DT, [XS, MT, U * 64], SX)
     if EX > 0:
@@ -380,61 +347,38 @@ def grouped_wide(
     sa = ()
     ss = ()
     for _ in gl.static_range(C):
-        sa = sa + (gl.allocate_shared_memory(gl.int32, [XS, 4, R * U * 128], SP),)  # noqa: RUF005
-        ss = ss + (gl.allocate_shared_memory(gl.int32, [XS, 4, R * 32], SP),)  # noqa: RUF005
+        sa = sa + (gl.allocate_shared_memory(gl.int32, [XS, 4, U * 128], SP),)  # noqa: RUF005
+        ss = ss + (gl.allocate_shared_memory(gl.int32, [XS, 4, 32], SP),)  # noqa: RUF005
     ready = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(XS):
         mbarrier.init(ready.index(i), count=128)
-        mbarrier.init(empty.index(i), count=C * 128 if DEEP & 2 != 0 else C)
+        mbarrier.init(empty.index(i), count=C * 128)
     gl_wait(PDL)
     tiles = gl.load(sched_ptr) * GROUPS
     # a tuple of compile-time values must be written where it is used: bound to a name, they would become run-time values
-    if C == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[0], ss[0],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 0, C, R, U, MT, LOW, EX, XS, G, DEEP)),
-                (_produce, (x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
-                            N, K, KIND, ACT, FIRST, C, R, U, MT, EX, XS)),
-            ], [4], [RP],
-        )  # fmt: skip
     if C == 2:
         gl.warp_specialize(
             [
                 (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[0], ss[0],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 0, C, R, U, MT, LOW, EX, XS, G, DEEP)),
+                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 0, C, U, MT, LOW, EX, XS, AHEAD)),
                 (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[1], ss[1],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 1, C, R, U, MT, LOW, EX, XS, G, DEEP)),
+                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 1, C, U, MT, LOW, EX, XS, AHEAD)),
                 (_produce, (x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
-                            N, K, KIND, ACT, FIRST, C, R, U, MT, EX, XS)),
+                            N, K, KIND, ACT, FIRST, C, U, MT, EX, XS)),
             ], [4, 4], [RC, RP],
         )  # fmt: skip
-    if C == 3:
+    else:
+        gl.static_assert(C == 3)
         gl.warp_specialize(
             [
                 (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[0], ss[0],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 0, C, R, U, MT, LOW, EX, XS, G, DEEP)),
+                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 0, C, U, MT, LOW, EX, XS, AHEAD)),
                 (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[1], ss[1],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 1, C, R, U, MT, LOW, EX, XS, G, DEEP)),
+                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 1, C, U, MT, LOW, EX, XS, AHEAD)),
                 (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[2], ss[2],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 2, C, R, U, MT, LOW, EX, XS, G, DEEP)),
+                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 2, C, U, MT, LOW, EX, XS, AHEAD)),
                 (_produce, (x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
-                            N, K, KIND, ACT, FIRST, C, R, U, MT, EX, XS)),
+                            N, K, KIND, ACT, FIRST, C, U, MT, EX, XS)),
             ], [4, 4, 4], [RC, RC, RP],
-        )  # fmt: skip
-    if C == 4:
-        gl.warp_specialize(
-            [
-                (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[0], ss[0],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 0, C, R, U, MT, LOW, EX, XS, G, DEEP)),
-                (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[1], ss[1],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 1, C, R, U, MT, LOW, EX, XS, G, DEEP)),
-                (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[2], ss[2],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 2, C, R, U, MT, LOW, EX, XS, G, DEEP)),
-                (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[3], ss[3],
-                            ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 3, C, R, U, MT, LOW, EX, XS, G, DEEP)),
-                (_produce, (x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
-                            N, K, KIND, ACT, FIRST, C, R, U, MT, EX, XS)),
-            ], [4, 4, 4, 4], [RC, RC, RC, RP],
         )  # fmt: skip

@@ -88,11 +88,6 @@ class Kernel:
 
 _cache: dict[_Key, Kernel] = {}
 
-
-#: whether the kernels of a mixture-of-experts chain may start before the one in front ends (dense ones have it in their table rows).
-#: Off: right on an H200 in the tests that ran, but the gain was not measured. Set it before anything is prepared
-OVERLAP = False
-
 _target: Any = None
 
 

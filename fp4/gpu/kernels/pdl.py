@@ -3,7 +3,7 @@
 
 ``trigger`` lets the next kernel of the stream start once every block here has called it or ended. ``wait`` returns when the kernel before
 has ended and its writes are visible. Both do nothing for kernels that were launched the ordinary way, which is the default (dense: field
-PDL of a table row; mixture of experts: ``fp4.gpu.kernels.launch.OVERLAP``). Rules of the chains here: the first kernel of a call is an
+PDL of a table row; mixture of experts: field ``overlap`` of a plan). Rules of the chains here: the first kernel of a call is an
 ordinary launch, so nothing older runs; every other one calls ``wait`` before it reads what the call wrote, and before it ends, so that
 the end of one kernel means the end of all before it.
 """
