@@ -19,7 +19,7 @@ from fp4 import layouts as catalogue
 from fp4.gpu.kernels import permute
 from fp4.layout import Layout
 from fp4.layout_doc import sample_shape
-from fp4.ref.triton_layout import layout_offset
+from fp4.ref.triton_layout import divider, layout_index, layout_offset
 from fp4.testing import assert_same_bytes, strategies
 from fp4.testing.goldens import counter_bytes
 
@@ -92,6 +92,29 @@ def test_device_offset(layout: Layout) -> None:
     _offsets[(triton.cdiv(out.numel(), 16384),)](out, g.prows, g.pcols, *g.free, WIDE=False, DIGITS=layout.digits, BLOCK=16384)
     want = layout.offset(shape, np.arange(g.prows)[:, None], np.arange(g.pcols))
     assert np.array_equal(out.cpu().numpy(), want)
+
+
+@triton.jit(do_not_specialize=["units", "cols", "RO", "CO", "by_ro", "ro_shift", "by_co", "co_shift"])
+def _indices(
+    out, units, cols, RO, CO, by_ro, ro_shift, by_co, co_shift, WIDE: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    T: tl.constexpr = tl.int64 if WIDE else tl.uint32
+    row, col = layout_index(i.to(T), RO.to(T), CO.to(T), by_ro, ro_shift, by_co, co_shift, DIGITS, WIDE)
+    tl.store(out + i, row.to(tl.int64) * cols + col.to(tl.int64), mask=i < units)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_device_index_is_the_inverse_of_the_offset(layout: Layout, wide: bool) -> None:
+    shape = sample_shape(layout, 3 * layout.multiple[0], 3 * layout.multiple[1])
+    g = layout.geometry(shape)
+    got = torch.full((g.prows * g.pcols,), -1, dtype=torch.int64, device=DEVICE)
+    dividers = (*divider(g.free[0]), *divider(g.free[1]))
+    numbers = (got.numel(), g.pcols, *g.free, *dividers)
+    _indices[(triton.cdiv(got.numel(), 16384),)](got, *numbers, WIDE=wide, DIGITS=layout.digits, BLOCK=16384)
+    offset = layout.offset(shape, np.arange(g.prows)[:, None], np.arange(g.pcols))
+    assert np.array_equal(offset.ravel()[got.cpu().numpy()], np.arange(got.numel()))
 
 
 def test_device_offset_is_64_bit_when_its_arguments_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import subprocess
@@ -420,10 +421,13 @@ def test_errors_say_what_to_do(call: Any, text: str) -> None:
 # ---- layouts ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["plain", "sf_128x4", "sf_8x4", "cdna4_sf", "sm90_mixed_sf", "deepgemm_sf"])
-@pytest.mark.parametrize("shape", [(128, 256), (2, 96, 128), (130, 96)])
+@pytest.mark.parametrize("layout", ["plain", "sf_128x4", "sf_8x4", "cdna4_sf", "sm90_mixed_sf", "deepgemm_sf", "up_gate_pairs"])
+@pytest.mark.parametrize("shape", [(128, 256), (2, 96, 128), (130, 96), (3, 7, 4112), (1, 2064)])
 def test_scales_written_straight_into_a_layout(layout: str, shape: tuple[int, ...]) -> None:
-    """The kernel's own stores, torch's apply and the restored tensor agree; padding is the layout's fill."""
+    """The kernel's own stores, torch's apply and the restored tensor agree; padding is the layout's fill.
+
+    Blocks go in the order of rows or in that of the stored scales (``STORED_ORDER``): both are compared.
+    """
     fmt, x = fp4.NVFP4, randn(*shape, seed=5)
     plain, order = fp4.quantize(x, fmt), fp4.layouts[layout]
     try:
@@ -440,9 +444,13 @@ def test_scales_written_straight_into_a_layout(layout: str, shape: tuple[int, ..
     assert_same_bytes(q.scale.data, want)
     assert_same_bytes(q.restore().scale, plain.scale)
     g, gs = (t.to(DEVICE) for t in ref.resolve_global_scale(x, fmt, Recipe(), None, None, False))
-    codes, scale = golden.quantize_blocks(x.to(DEVICE), fmt, Recipe(), g, gs, scale_layout=order)
-    assert_same_bytes(codes, plain.codes)
-    assert_same_bytes(scale, want)
+    filled = dataclasses.replace(order, fill=0xA5)
+    for in_stored_order in (True, False):
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(golden, "STORED_ORDER", in_stored_order)
+            codes, scale = golden.quantize_blocks(x.to(DEVICE), fmt, Recipe(), g, gs, scale_layout=filled)
+        assert_same_bytes(codes, plain.codes)
+        assert_same_bytes(scale, filled.apply(plain.scale))
 
 
 def test_kernels_refuse_operands_of_another_device() -> None:
@@ -619,6 +627,12 @@ def test_64_bit_offsets_give_the_same_bytes(shape: tuple[int, ...], monkeypatch:
         codes, scale = golden.quantize_blocks(t.to(DEVICE), fp4.MXFP4, Recipe())
         assert_same_bytes(codes, want.codes)
         assert_same_bytes(scale, want.scale)
+    for name in ("sf_128x4", "cdna4_sf") if len(shape) == 3 else ("sf_128x4", "gfx1250_sf"):
+        order = fp4.layouts[name]
+        if order.pad is not None:
+            codes, stored = golden.quantize_blocks(wide.to(DEVICE), fp4.MXFP4, Recipe(), scale_layout=order)
+            assert_same_bytes(codes, want.codes)
+            assert_same_bytes(stored, order.apply(want.scale))
     assert torch.equal(golden.dequantize_blocks(codes, scale, None, fp4.MXFP4).cpu(), fp4.dequantize(want))
 
 

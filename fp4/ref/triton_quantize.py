@@ -22,6 +22,7 @@ from fp4.recipe import Recipe
 from fp4.ref.activation import Activation
 from fp4.ref.scales import rcp_approx_table, reciprocal
 from fp4.ref.triton_activation import constants
+from fp4.ref.triton_layout import divider
 from fp4.ref.triton_quantize_kernels import dequantize_kernel, quantize_kernel
 
 __all__ = ["dequantize_blocks", "quantize_blocks"]
@@ -30,6 +31,8 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 TILE, TILE_INTERPRETED = 4096, 1 << 17
 #: (blocks of bf16 pairs, warps) a program: two blocks a thread and a warp for itself; where a thread holds more, one block
 PAIR_BLOCKS, PAIR_BLOCKS_WIDE = (64, 1), (128, 4)
+#: blocks in the order in which a layout stores their scales, where that is in runs; else in the order of rows
+STORED_ORDER = True
 #: element offsets from here on need 64 bits
 WIDE_FROM = 2**31
 _ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -95,9 +98,16 @@ def quantize_blocks(
     if "error" in (recipe.nan, recipe.inf):
         _refuse(x, recipe)
     codes = torch.empty(*x.shape[:-1], k // fmt.codes_per_byte, dtype=torch.uint8, device=x.device)
-    digits, free, bytes_mat, scale = _scale_storage(x, fmt, scale_layout, mats, rows_mat, blocks_row)
+    digits, free, bytes_mat, fill, scale = _scale_storage(x, fmt, scale_layout, mats, rows_mat, blocks_row)
     if not blocks:
-        return codes, scale
+        return codes, scale.fill_(max(fill, 0))
+    stored = STORED_ORDER and _runs(digits)
+    dividers = (*divider(blocks_row), *divider(rows_mat), 0, 0)
+    if stored:
+        blocks = scale.numel()
+        dividers = (*divider(free[1]), *divider(bytes_mat), *divider(free[0]))
+    elif fill >= 0:
+        scale.fill_(fill)
     # one that is not there is no tensor of ones: its kernel would cost 2 us a call
     g = None if global_scale is None else global_scale.to(torch.float32).reshape(-1)
     gs = None if encode_scale is None else encode_scale.to(torch.float32).reshape(-1)
@@ -123,9 +133,9 @@ def quantize_blocks(
     quantize_kernel[(triton.cdiv(blocks, n),)](
         rows.view(view), other.view(view), codes.view(torch.int32) if pairs else codes, scale,
         scale if g is None else g, scale if gs is None else gs, rcp_approx_table(x.device) if approx else scale, *params,
-        blocks, blocks_row, rows_mat, *divider(blocks_row), *divider(rows_mat), s_mat, s_row, s_k, *free, bytes_mat,
+        blocks, blocks_row, rows_mat, *dividers, s_mat, s_row, s_k, *free, bytes_mat,
         BOTH=both and pairs, NATIVE=native, ONE=mats == 1, HAS_G=g is not None, HAS_GS=gs is not None,
-        N=n, FLAT=flat, WIDE=wide, EXPERTS=any(t is not None and t.numel() > 1 for t in (g, gs)), DIGITS=digits,
+        N=n, FLAT=flat, WIDE=wide, EXPERTS=any(t is not None and t.numel() > 1 for t in (g, gs)), DIGITS=digits, STORED=stored, FILL=fill if stored else -1,
         ACT=act, ACT_ROUND=_ROUND[x.dtype], num_warps=num_warps or warps, **(chosen | {"PAIRS": pairs}),
     )  # fmt: skip
     return codes, scale
@@ -134,13 +144,6 @@ def quantize_blocks(
 #: e4m3 codes by the conversion instruction of SM89 and later: 17.6 -> 6.8 instructions an element of MXFP8. benchmarks/quantize.py compares
 #: the bytes with the integer rule's, every bf16 value among them.
 HARDWARE_E4M3 = True
-
-
-@lru_cache(maxsize=4096)
-def divider(d: int) -> tuple[int, int]:
-    """(multiplier as i32, shift) so that n // d = n * multiplier >> (31 + shift) for 0 <= n < 2^31 (Granlund and Montgomery 1994)."""
-    shift = (d - 1).bit_length()
-    return (1 << (31 + shift)) // d + 1 - (1 << 32), shift
 
 
 @lru_cache(maxsize=64)
@@ -189,22 +192,30 @@ def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any
     }
 
 
+def _runs(digits: tuple[Any, ...]) -> bool:
+    """Whether a layout stores four or more neighbours of a row together: then blocks in that order still make whole sectors of codes."""
+    if not digits:
+        return False
+    last = digits[-1]
+    return bool(last.dim == 1 and last.div == 1 and not last.div_free and not last.flip and (last.size == 0 or last.size >= 4))
+
+
 def _scale_storage(
     x: torch.Tensor, fmt: Format, layout: Layout | None, mats: int, rows_mat: int, blocks_row: int
-) -> tuple[tuple[Any, ...], tuple[int, int], int, torch.Tensor]:
-    """(digits, free extents, bytes a matrix, buffer) of the scales; plain order has no digits."""
+) -> tuple[tuple[Any, ...], tuple[int, int], int, int, torch.Tensor]:
+    """(digits, free extents, bytes a matrix, fill byte or -1, buffer not yet filled) of the scales; plain order has no digits."""
     if layout is None:
-        return (), (1, 1), 0, torch.empty(*x.shape[:-1], blocks_row, dtype=torch.uint8, device=x.device)
+        return (), (1, 1), 0, -1, torch.empty(*x.shape[:-1], blocks_row, dtype=torch.uint8, device=x.device)
     from fp4.errors import LayoutError
 
     if getattr(layout, "word", None) is not None or getattr(layout, "unit", "") != "byte":
         raise LayoutError(f"quantize: layout {layout} permutes bits or nibbles; need a byte layout; quantise plain, then fp4.to_layout")
     shape = (rows_mat, blocks_row)
     bytes_mat = layout.nbytes(shape)
-    make = torch.empty if layout.padded(shape) == shape else lambda *a, **kw: torch.full(a, layout.fill, **kw)
     lead = x.shape[:1] if x.ndim >= 3 else ()
-    buffer = make(*lead, bytes_mat, dtype=torch.uint8, device=x.device)
-    return tuple(layout.digits), layout.extents(shape), bytes_mat, buffer
+    buffer = torch.empty(*lead, bytes_mat, dtype=torch.uint8, device=x.device)
+    fill = -1 if layout.padded(shape) == shape else layout.fill
+    return tuple(layout.digits), layout.extents(shape), bytes_mat, fill, buffer
 
 
 def _refuse(x: torch.Tensor, recipe: Recipe) -> None:

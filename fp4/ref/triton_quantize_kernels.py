@@ -22,7 +22,7 @@ from fp4.ref.triton_codes import (
     pack_nibbles,
     round_even,
 )
-from fp4.ref.triton_layout import layout_offset
+from fp4.ref.triton_layout import layout_index, layout_offset, quotient
 from fp4.ref.triton_pairs import join4, larger, load_pairs, pack8_e2m1, pack8_e4m3, top_of, top_of_pairs
 
 
@@ -217,12 +217,6 @@ def _error(code, d, g, x, RULE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _quotient(n, factor, shift):
-    """n // d for 0 <= n < 2^31, u32, by the two numbers of ``divider(d)``."""
-    return tl.umulhi(n.to(tl.uint32) << 1, factor.to(tl.uint32)) >> shift.to(tl.uint32)
-
-
-@triton.jit
 def _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE: tl.constexpr, ONE: tl.constexpr):
     """(matrix, row, column) of block b; ONE matrix needs no division for it."""
     if WIDE:
@@ -230,20 +224,42 @@ def _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE
         col = b - row * blocks_row
         mat = row // rows_mat
     else:
-        row = _quotient(b, by_row, row_shift)
+        row = quotient(b, by_row, row_shift)
         col = b.to(tl.uint32) - row * blocks_row.to(tl.uint32)
-        mat = row * 0 if ONE else _quotient(row, by_mat, mat_shift)
+        mat = row * 0 if ONE else quotient(row, by_mat, mat_shift)
     row = row if ONE else row - mat * rows_mat.to(mat.dtype)
     return mat, row, col
 
 
-@triton.jit(do_not_specialize=["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat", "mat_shift", "RO", "CO", "bytes_mat"])
+@triton.jit
+def _stored_block(
+    at, RO, CO, bytes_mat, by_ro, ro_shift, by_co, co_shift, by_mat, mat_shift, rows_mat, blocks_row,
+    DIGITS: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """(matrix, row, column, whether that is no padding) of the block whose scale is stored at ``at``; padding shows the block nearest to it."""
+    if WIDE:
+        mat = at // bytes_mat
+        rest = at - mat * bytes_mat
+        row, col = layout_index(rest, RO.to(tl.int64), CO.to(tl.int64), by_ro, ro_shift, by_co, co_shift, DIGITS, True)
+    else:
+        mat = at.to(tl.uint32) * 0 if ONE else quotient(at, by_mat, mat_shift)
+        rest = at.to(tl.uint32) if ONE else at.to(tl.uint32) - mat * bytes_mat.to(tl.uint32)
+        row, col = layout_index(rest, RO.to(tl.uint32), CO.to(tl.uint32), by_ro, ro_shift, by_co, co_shift, DIGITS, False)
+    rows, columns = rows_mat.to(row.dtype), blocks_row.to(col.dtype)
+    inside = (row < rows) & (col < columns)
+    return mat, tl.minimum(row, rows - 1), tl.minimum(col, columns - 1), inside
+
+
+_VARYING = ["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat", "mat_shift", "by_ro", "ro_shift", "RO", "CO", "bytes_mat"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def quantize_kernel(
     x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
-    blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
+    blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, by_ro, ro_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
     PAIRS: tl.constexpr, BOTH: tl.constexpr, NATIVE: tl.constexpr, ONE: tl.constexpr, HAS_G: tl.constexpr, HAS_GS: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
-    DIGITS: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
+    DIGITS: tl.constexpr, STORED: tl.constexpr, FILL: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
     EMAX: tl.constexpr, SCALE: tl.constexpr,
     TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
     RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
@@ -252,9 +268,19 @@ def quantize_kernel(
     APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
     ACT: tl.constexpr, ACT_ROUND: tl.constexpr,
 ):  # fmt: skip
+    """Blocks in the order of rows; with STORED in the order in which the layout stores their scales, so that scales, codes and x all move in
+    whole sectors. Then ``blocks`` counts padding too, by_row is the divider of CO, by_mat of bytes_mat, by_ro of RO."""
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
     b = tl.minimum(first + tl.arange(0, N), blocks - 1)  # those behind the end do the last one again: nothing needs a mask
-    mat, row, col = _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
+    stored = b
+    if STORED:
+        mat, row, col, inside = _stored_block(
+            b, RO, CO, bytes_mat, by_ro, ro_shift, by_row, row_shift, by_mat, mat_shift, rows_mat, blocks_row, DIGITS, WIDE, ONE
+        )
+        line = row if ONE else mat * rows_mat.to(row.dtype) + row
+        b = (line * blocks_row.to(row.dtype) + col).to(b.dtype)
+    else:
+        mat, row, col = _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
     if FLAT:
         start = b * BLOCK
     else:
@@ -360,8 +386,10 @@ def quantize_kernel(
         place = (b * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
         tl.store(codes_ptr + place, packed)
 
-    if len(DIGITS) == 0:
-        at = b
+    if FILL >= 0:
+        byte = tl.where(inside, byte, FILL)
+    if STORED or len(DIGITS) == 0:
+        at = stored
     elif WIDE:
         at = layout_offset(row, col, RO, CO, DIGITS) + mat * bytes_mat
     else:  # unsigned: divisions by powers of two are single shifts
