@@ -33,7 +33,8 @@ def straight(x: torch.Tensor) -> bool:
 
 def quantize_last(
     x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(codes, scale, the global scale that was used or None)."""
     fmt, how = formats.get(format), recipe_module.get(recipe)
     g, gs = ref.resolve_global_scale(x, fmt, how, global_scale, encode_scale, per_expert)
     if _on_gpu(x):
@@ -42,12 +43,22 @@ def quantize_last(
         codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs)
     else:
         codes, scale = ref.quantize_blocks(x, fmt, how, g, gs)
-    # an op may not return None, nor an input
-    out = torch.ones((), dtype=torch.float32, device=x.device) if g is None else g.clone()
-    return codes, scale, out
+    return codes, scale, g
 
 
-_quantize_op = torch.library.custom_op("fp4::quantize", quantize_last, mutates_args=())
+def _returnable(used: torch.Tensor | None, given: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """An op may not return None, nor an input."""
+    if used is None:
+        return torch.ones((), dtype=torch.float32, device=x.device)
+    return used.clone() if used is given else used
+
+
+@torch.library.custom_op("fp4::quantize", mutates_args=())
+def _quantize_op(
+    x: torch.Tensor, format: str, recipe: str, global_scale: torch.Tensor | None, encode_scale: torch.Tensor | None, per_expert: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, scale, used = quantize_last(x, format, recipe, global_scale, encode_scale, per_expert)
+    return codes, scale, _returnable(used, global_scale, x)
 
 
 @_quantize_op.register_fake
@@ -70,7 +81,7 @@ def byte_shape(x: torch.Tensor, fmt: Format) -> tuple[int, ...]:
 
 def quantize_into(
     x: torch.Tensor, fmt: Format, how: Recipe, g: torch.Tensor | None, gs: torch.Tensor | None, per_expert: bool, order: Layout
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As ``quantize_last``, the scales in the storage order of ``order``: by the kernel's own stores where it can, else by ``apply``."""
     g, gs = ref.resolve_global_scale(x, fmt, how, g, gs, per_expert)
     if _on_gpu(x):
@@ -84,7 +95,7 @@ def quantize_into(
     data: torch.Tensor = scale if own else order.apply(scale.reshape(byte_shape(x, fmt)))
     if not own and data.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr():
         data = data.clone()
-    return codes, data, torch.ones((), dtype=torch.float32, device=x.device) if g is None else g.clone()
+    return codes, data, g
 
 
 @torch.library.custom_op("fp4::quantize_stored", mutates_args=())
@@ -98,7 +109,8 @@ def _quantize_stored_op(
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fmt, how = formats.get(format), recipe_module.get(recipe)
-    return quantize_into(x, fmt, how, global_scale, encode_scale, per_expert, catalogue.get(layout))
+    codes, data, used = quantize_into(x, fmt, how, global_scale, encode_scale, per_expert, catalogue.get(layout))
+    return codes, data, _returnable(used, global_scale, x)
 
 
 @_quantize_stored_op.register_fake

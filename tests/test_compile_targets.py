@@ -48,7 +48,7 @@ def test_block_scaled_product_uses_the_block_scaled_instruction(arch: int, kerne
 
 
 #: instructions an element of one thread on SM90, from load to store: a copy takes about 41 us for 8192 x 8192, in which an H200 issues
-#: some 18 (benchmarks/notes/quantize.md). A thread has one block, of e2m1 without activation two.
+#: some 18 (benchmarks/notes/quantize.md). A thread has one block, of e2m1 without activation two; behind an activation 16 elements.
 @pytest.mark.parametrize(
     ("kernel", "elements", "limit"),
     [
@@ -61,15 +61,16 @@ def test_block_scaled_product_uses_the_block_scaled_instruction(arch: int, kerne
         ("quantize mxfp8 bf16", 32, 7.25),
         ("act nvfp4 gate_up silu", 16, 25.25),
         ("act nvfp4 interleaved swiglu", 16, 31.0),
-        ("act mxfp4 interleaved silu", 32, 17.5),
-        ("act mxfp8 gate_up swiglu", 32, 22.5),
+        ("act mxfp4 interleaved silu", 16, 21.5),
+        ("act mxfp8 gate_up swiglu", 16, 25.5),
     ],
 )
 def test_quantiser_stays_short(kernel: str, elements: int, limit: float) -> None:
-    """Speed that can be checked without a GPU: no instruction creeps in; threads exchange nothing but stores of mxfp8."""
+    """Speed that can be checked without a GPU: no instruction creeps in; threads exchange nothing but stores of mxfp8, and, where a block
+    is on two of them, its scale byte."""
     found = compiled(90)[kernel]
     assert int(str(found["instructions"])) / elements <= limit, found
-    assert found["shared"] == (4096 if "mxfp8" in kernel else 0)
+    assert found["shared"] == (64 if kernel.startswith("act mx") else 4096 if "mxfp8" in kernel else 0)
 
 
 #: instructions a byte of one thread, which moves 64 bytes (128 for sf_128x4). Moving bytes and nibbles one by one took 8.5 (marlin_w),

@@ -26,7 +26,8 @@ from fp4.recipe import CHOICES, Recipe
 from fp4.ref import pace
 from fp4.ref import quantize as ref
 from fp4.ref import triton_quantize as golden
-from fp4.ref.triton_amax import finite_amax
+from fp4.ref.scales import default_global_scale
+from fp4.ref.triton_amax import finite_amax, global_scale
 from fp4.testing import assert_same_bytes
 
 # 1 / 0 is meant (an underflowed scale); numpy, which runs the interpreter, warns of it
@@ -668,6 +669,22 @@ def test_one_pass_amax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(finite_amax(t.to(DEVICE), per_expert=True).cpu(), torch.stack([ref.tensor_amax(part) for part in t]))
     for t in (torch.full((4, 8), math.nan, dtype=dtype), torch.zeros(0, 8, dtype=dtype), torch.full((4, 8), -0.0, dtype=dtype)):
         assert finite_amax(t.to(DEVICE)).view(torch.int32).item() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [n for n in fp4.recipes.names() if fp4.recipes[n] is not None])
+def test_global_scale_in_one_launch(name: str, dtype: torch.dtype) -> None:
+    """The kernel of a GPU against the torch twin, bit for bit: zero, subnormal, ordinary and largest amax."""
+    recipe = fp4.recipe.get(name, "nvfp4")
+    exponents = torch.arange(-149, 128).double()
+    amax = torch.cat([torch.zeros(1), torch.exp2(exponents).float(), (torch.exp2(exponents) * 1.37).float(), randn(200, seed=3).abs()])
+    amax = torch.cat([amax, torch.tensor([torch.finfo(torch.float32).max, 2688.0, 65504.0])])
+    for recipe_ in (recipe, *(dataclasses.replace(recipe, global_rule=rule) for rule in CHOICES["global_rule"])):
+        want = default_global_scale(amax, recipe_, dtype)
+        got = global_scale(amax.to(DEVICE), recipe_, dtype)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.cpu().view(torch.int32), b.view(torch.int32))
+    assert [t.shape for t in global_scale(amax[5].to(DEVICE), recipe, dtype)] == [(), ()]
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,5 +305,9 @@ def resolve_global_scale(
         amax = _expert_amax(x) if per_expert and x.shape[0] else tensor_amax(x)
         if per_expert and not x.shape[0]:
             amax = torch.zeros(0, dtype=torch.float32, device=x.device)
+        if x.is_cuda:
+            from fp4.ref.triton_amax import global_scale as on_device
+
+            return on_device(amax, recipe, x.dtype)
         return default_global_scale(amax, recipe, x.dtype)
     return global_scale, encode_scale

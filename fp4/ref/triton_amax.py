@@ -1,4 +1,4 @@
-"""Largest finite magnitude of a tensor in one pass of a Triton kernel: what the default global scale is made of."""
+"""Largest finite magnitude of a tensor in one pass of a Triton kernel, and the default global scale that comes of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from fp4.recipe import Recipe
 from fp4.ref.triton_codes import bits_of
 from fp4.ref.triton_pairs import magnitudes
+from fp4.ref.triton_scales import step_of
 
-__all__ = ["finite_amax"]
+__all__ = ["finite_amax", "global_scale"]
 
 #: 32-bit words a step, steps a program: 16 bytes a thread and step with four warps
 STEP, STEPS = 2048, 4
@@ -58,3 +60,44 @@ def finite_amax(x: torch.Tensor, per_expert: bool = False) -> torch.Tensor:
         _amax_kernel[(programs * experts,)](flat, out, items, programs, PAIRS=pairs, STEP=STEP, STEPS=STEPS, num_warps=4)
     amax = out.view(torch.float32)
     return amax if per_expert else amax.reshape(())
+
+
+@triton.jit(do_not_specialize=["n"])
+def _scale_kernel(
+    amax_ptr, g_ptr, gs_ptr, n,
+    RULE: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr, ZERO: tl.constexpr, RCP_ZERO: tl.constexpr, ROUND: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """``scales.default_global_scale``, step by step. RULE in the order of ``CHOICES["global_rule"]``: amax/L, L/amax, rcp(amax)*L."""
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    amax = tl.load(amax_ptr + i, mask=i < n, other=0.0)
+    limit = tl.full([N], LIMIT, tl.float32)
+    if RULE == 0:
+        g = tl.div_rn(amax, limit)
+        g = tl.where(g < FLOOR, FLOOR, g)
+        g = tl.where(amax == 0, ZERO, g)
+        gs = tl.div_rn(1.0, g)
+    else:
+        if RULE == 1:
+            gs = step_of(tl.div_rn(limit, amax), ROUND)
+        else:
+            gs = step_of(step_of(tl.div_rn(1.0, amax), ROUND) * limit, ROUND)
+        gs = tl.where(gs > 3.4028234663852886e38, 3.4028234663852886e38, gs)
+        gs = tl.where(amax == 0, RCP_ZERO, gs)
+        g = tl.div_rn(1.0, gs)
+    tl.store(g_ptr + i, g, mask=i < n)
+    tl.store(gs_ptr + i, gs, mask=i < n)
+
+
+def global_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``scales.default_global_scale`` in one launch instead of seven: amax f32 [...] -> (g, gs), equal bits."""
+    g, gs = torch.empty_like(amax), torch.empty_like(amax)
+    if amax.numel():
+        rounded = recipe.scale_dtype == "input"
+        _scale_kernel[(triton.cdiv(amax.numel(), 32),)](
+            amax, g, gs, amax.numel(),
+            RULE=recipe.code("global_rule"), LIMIT=6.0 * recipe.scale_max, FLOOR=recipe.global_floor, ZERO=recipe.global_zero,
+            RCP_ZERO=1.0 / recipe.global_zero, ROUND={torch.bfloat16: 1, torch.float16: 2}.get(dtype, 0) if rounded else 0,
+            N=32, num_warps=1,
+        )  # fmt: skip
+    return g, gs

@@ -31,6 +31,8 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 TILE, TILE_INTERPRETED = 4096, 1 << 17
 #: (blocks of bf16 pairs, warps) a program: two blocks a thread and a warp for itself; where a thread holds more, one block
 PAIR_BLOCKS, PAIR_BLOCKS_WIDE = (64, 1), (128, 4)
+#: behind an activation a block of 32 on two threads: all loads of a thread then leave before it waits for the first
+ACT_HALVES = True
 #: blocks in the order in which a layout stores their scales, where that is in runs; else in the order of rows
 STORED_ORDER = True
 #: element offsets from here on need 64 bits
@@ -122,8 +124,10 @@ def quantize_blocks(
     aligned = (s_row | s_mat) % 2 == 0 and (rows.data_ptr() | (0 if both else other.data_ptr())) % 4 == 0
     pairs = chosen["PAIRS"] and (s_k == 1 or both) and aligned
     blocks_program, warps = TILE // fmt.block, 4
+    split = 2 if pairs and act >= 0 and fmt.block == 32 and ACT_HALVES else 1
     if pairs:
         blocks_program, warps = PAIR_BLOCKS if act < 0 and fmt.codes_per_byte == 2 else PAIR_BLOCKS_WIDE
+        blocks_program //= split
     size = tile or (TILE_INTERPRETED if interpreted() else blocks_program * fmt.block)
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
     view = torch.int32 if pairs else torch.int16 if interpreted() and rows.dtype == torch.bfloat16 else rows.dtype
@@ -134,8 +138,9 @@ def quantize_blocks(
         rows.view(view), other.view(view), codes.view(torch.int32) if pairs else codes, scale,
         scale if g is None else g, scale if gs is None else gs, rcp_approx_table(x.device) if approx else scale, *params,
         blocks, blocks_row, rows_mat, *dividers, s_mat, s_row, s_k, *free, bytes_mat,
-        BOTH=both and pairs, NATIVE=native, ONE=mats == 1, HAS_G=g is not None, HAS_GS=gs is not None,
-        N=n, FLAT=flat, WIDE=wide, EXPERTS=any(t is not None and t.numel() > 1 for t in (g, gs)), DIGITS=digits, STORED=stored, FILL=fill if stored else -1,
+        SPLIT=split, BOTH=both and pairs, NATIVE=native, ONE=mats == 1, HAS_G=g is not None, HAS_GS=gs is not None,
+        N=n, FLAT=flat, WIDE=wide, EXPERTS=any(t is not None and t.numel() > 1 for t in (g, gs)),
+        DIGITS=digits, STORED=stored, FILL=fill if stored else -1,
         ACT=act, ACT_ROUND=_ROUND[x.dtype], num_warps=num_warps or warps, **(chosen | {"PAIRS": pairs}),
     )  # fmt: skip
     return codes, scale

@@ -1,4 +1,4 @@
-"""The device side of ``triton_quantize``: scale rules, codes, and the two kernels. Launched from there only.
+"""The device side of ``triton_quantize``: places, codes, and the two kernels. Launched from there only.
 
 Every choice of the Recipe is a compile-time constant. The kernels hold no index arithmetic per element: strides and divisions are per
 block, divisions by multiplication.
@@ -24,20 +24,7 @@ from fp4.ref.triton_codes import (
 )
 from fp4.ref.triton_layout import layout_index, layout_offset, quotient
 from fp4.ref.triton_pairs import join4, larger, load_pairs, pack8_e2m1, pack8_e4m3, top_of, top_of_pairs
-
-
-@triton.jit
-def _rcp(x, table, APPROX: tl.constexpr):
-    """Correctly rounded 1/x, or SM90's rcp.approx.ftz by its measured table, see ``scales.rcp_approx``."""
-    exact = tl.div_rn(1.0, x)
-    if APPROX:
-        mantissa = bits_of(x) & 0x007FFFFF
-        two = (tl.load(table + (mantissa >> 2)).to(tl.int32) >> ((mantissa & 3) * 2)) & 3
-        value = from_bits(bits_of(exact) + two - 1)
-        value = tl.where((exact < 1.1754943508222875e-38) | (mantissa == 0), exact, value)
-        value = tl.where(value < 1.1754943508222875e-38, 0.0, value)
-        exact = tl.where(x < 1.1754943508222875e-38, float("inf"), value)
-    return exact
+from fp4.ref.triton_scales import bf16_bits, e4m3_scale, scale_value, step_of, ue8m0_byte
 
 
 @triton.jit
@@ -52,65 +39,6 @@ def _load_f32(ptr):
 
 
 @triton.jit
-def _bf16_bits(x):
-    """f32 -> bits of the nearest bf16, ties to even, in the low half of an i32; NaN stays NaN."""
-    b = bits_of(x)
-    rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
-    return tl.where(x != x, 0x7FC0, rounded)
-
-
-@triton.jit
-def _step(x, ROUND: tl.constexpr):
-    """f32 rounded to float32 (0), bf16 (1) or fp16 (2), as f32."""
-    if ROUND == 1:
-        x = from_bits(_bf16_bits(x) << 16)
-    elif ROUND == 2:
-        x = x.to(tl.float16).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr, TOP: tl.constexpr, FLOOR: tl.constexpr, INF: tl.constexpr):
-    """amax f32 -> byte i32; RULE in the order of ``CHOICES["scale_rule"]``: ocp_floor, rceil, ceil, even, floor_amax_over_6."""
-    b = bits_of(amax)
-    FRACTION: tl.constexpr = 0x400000 if MAN == 1 else 0x600000  # of the largest value: 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
-    if RULE == 0:
-        byte = (b >> 23) - EMAX
-    elif RULE == 1:
-        byte = ((b + (0x7FFFFF - FRACTION)) >> 23) - EMAX
-    elif RULE == 2:
-        byte = ((b + 0x7FFFFF) >> 23) - EMAX
-    elif RULE == 3:
-        byte = ((b + (1 << (22 - MAN))) >> 23) - EMAX
-    else:
-        byte = ((b + (0x800000 - FRACTION)) >> 23) - (EMAX + 1)
-    if RULE == 1 and INF == 1:
-        byte = tl.where(b == 0x7F800000, 254, byte)
-    if RULE == 1 and FLOOR > 0:
-        byte = tl.where(b > TOP // 2, tl.maximum(byte, FLOOR), byte)
-    return tl.minimum(tl.maximum(byte, 0), 254)
-
-
-@triton.jit
-def _scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr):
-    """The block scale before rounding; ORDER in the order of ``CHOICES["scale_order"]``."""
-    if ORDER == 0:
-        v = tl.div_rn(amax, g * TOP)
-    elif ORDER == 1:
-        v = tl.div_rn(_step(tl.div_rn(amax, TOP), ROUND), g)
-    elif ORDER == 2:
-        v = _step(tl.div_rn(amax, TOP), ROUND) * gs
-    elif ORDER == 3:
-        v = amax * (gs * RCP_TOP)
-    else:
-        share = amax * RCP_TOP
-        if FLUSH:
-            share = tl.where(share < 1.1754943508222875e-38, 0.0, share)
-        v = gs * share
-    return v
-
-
-@triton.jit
 def _sign(code, x, y, RULE: tl.constexpr, TOP_BIT: tl.constexpr, SHIFT: tl.constexpr):
     """``CHOICES["zero_sign"]``: keep, of_value, positive, negative."""
     if RULE == 0:
@@ -122,44 +50,6 @@ def _sign(code, x, y, RULE: tl.constexpr, TOP_BIT: tl.constexpr, SHIFT: tl.const
     else:
         code = code | tl.where(y <= 0, TOP_BIT, 0)
     return code
-
-
-@triton.jit
-def _e4m3_scale(
-    v, amax, bad, g, gs, table, SCALE: tl.constexpr, ENCODE_ORDER: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr,
-    UNDERFLOW: tl.constexpr, FLOORS: tl.constexpr, APPROX: tl.constexpr,
-):  # fmt: skip
-    """Block scale before rounding, f32 -> (byte i32, factor of the elements f32, decoded byte f32)."""
-    EMIN: tl.constexpr = -6 if SCALE == 0 else -14
-    TOP_CODE: tl.constexpr = 0x7E if SCALE == 0 else 0xFE
-    fields = fields_of(round_even(v, 3, EMIN), 3, EMIN, TOP_CODE)
-    byte = (fields >> 20).to(tl.int32)
-    UNDO: tl.constexpr = 2.0 ** (126 + EMIN)
-    d = fields.to(tl.float32, bitcast=True) * UNDO
-    if UNDERFLOW_BYTE != 0:
-        byte = tl.where(byte == 0, UNDERFLOW_BYTE, byte)
-    if (ZERO_BYTE != UNDERFLOW_BYTE) or FLOORS:
-        byte = tl.where(amax == 0, ZERO_BYTE, byte)
-    byte = tl.where(bad, 0x7F if SCALE == 0 else 0xFF, byte)
-    if (UNDERFLOW_BYTE != 0) or (ZERO_BYTE != 0) or FLOORS:
-        d = decode_e4m3(byte) if SCALE == 0 else decode_ue5m3(byte)
-    DIVIDE: tl.constexpr = (ENCODE_ORDER == 1) or (ENCODE_ORDER == 3)
-    if ENCODE_ORDER == 0:
-        factor = tl.div_rn(1.0, d * g)
-        factor = tl.where(factor > 3.4028234663852886e38, 3.4028234663852886e38, factor)
-    elif ENCODE_ORDER == 1:
-        factor = d * g
-    elif ENCODE_ORDER == 2:
-        factor = tl.div_rn(gs, d)
-    elif ENCODE_ORDER == 3:
-        factor = tl.div_rn(d, gs)
-    else:
-        factor = _rcp(d * _rcp(gs, table, APPROX), table, APPROX)
-    zero = byte == 0
-    if UNDERFLOW == 1:
-        zero = zero & (amax == 0)
-    factor = tl.where(zero, float("inf") if DIVIDE else 0.0, factor)
-    return byte, tl.where(bad, float("nan"), factor), d
 
 
 @triton.jit
@@ -236,7 +126,7 @@ def _stored_block(
     at, RO, CO, bytes_mat, by_ro, ro_shift, by_co, co_shift, by_mat, mat_shift, rows_mat, blocks_row,
     DIGITS: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """(matrix, row, column, whether that is no padding) of the block whose scale is stored at ``at``; padding shows the block nearest to it."""
+    """(matrix, row, column, whether that is no padding) of the block whose scale is stored at ``at``; for padding the block next to it."""
     if WIDE:
         mat = at // bytes_mat
         rest = at - mat * bytes_mat
@@ -250,6 +140,35 @@ def _stored_block(
     return mat, tl.minimum(row, rows - 1), tl.minimum(col, columns - 1), inside
 
 
+@triton.jit
+def _find(
+    first, blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, by_ro, ro_shift, RO, CO, bytes_mat,
+    N: tl.constexpr, SPLIT: tl.constexpr, STORED: tl.constexpr, DIGITS: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """(place in the order of the program, block in the order of rows, matrix, row, column, not padding) of N parts of N / SPLIT blocks."""
+    at = tl.minimum(first + tl.arange(0, N) // SPLIT, blocks - 1)  # those behind the end do the last one again: nothing needs a mask
+    if STORED:
+        mat, row, col, inside = _stored_block(
+            at, RO, CO, bytes_mat, by_ro, ro_shift, by_row, row_shift, by_mat, mat_shift, rows_mat, blocks_row, DIGITS, WIDE, ONE
+        )
+        line = row if ONE else mat * rows_mat.to(row.dtype) + row
+        b = (line * blocks_row.to(row.dtype) + col).to(at.dtype)
+    else:
+        mat, row, col = _row_col(at, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
+        b, inside = at, at >= 0
+    return at, b, mat, row, col, inside
+
+
+@triton.jit
+def _top_of_parts(top, NAN: tl.constexpr, SPLIT: tl.constexpr):
+    """Bits of the largest magnitude of each part, i32 [n * SPLIT] -> of each block, [n]; the threads of a block all have it."""
+    if SPLIT > 1:
+        if NAN == 1:
+            top = tl.where(top > 0x7F800000, -1, top)
+        top = tl.max(tl.reshape(top, [top.shape[0] // SPLIT, SPLIT]), 1)
+    return top
+
+
 _VARYING = ["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat", "mat_shift", "by_ro", "ro_shift", "RO", "CO", "bytes_mat"]
 
 
@@ -257,10 +176,11 @@ _VARYING = ["blocks", "blocks_row", "rows_mat", "by_row", "row_shift", "by_mat",
 def quantize_kernel(
     x_ptr, up_ptr, codes_ptr, scale_ptr, g_ptr, gs_ptr, table_ptr, p0, p1, p2,
     blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, by_ro, ro_shift, s_mat, s_row, s_k, RO, CO, bytes_mat,
-    PAIRS: tl.constexpr, BOTH: tl.constexpr, NATIVE: tl.constexpr, ONE: tl.constexpr, HAS_G: tl.constexpr, HAS_GS: tl.constexpr,
-    N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
-    DIGITS: tl.constexpr, STORED: tl.constexpr, FILL: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
-    EMAX: tl.constexpr, SCALE: tl.constexpr,
+    PAIRS: tl.constexpr, SPLIT: tl.constexpr, BOTH: tl.constexpr, NATIVE: tl.constexpr, ONE: tl.constexpr,
+    HAS_G: tl.constexpr, HAS_GS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr,
+    DIGITS: tl.constexpr, STORED: tl.constexpr, FILL: tl.constexpr,
+    MAN: tl.constexpr, EMIN: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr,
     TIE: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, NAN: tl.constexpr, INF: tl.constexpr,
     RULE: tl.constexpr, UE8M0_FLOOR: tl.constexpr, UE8M0_ZERO: tl.constexpr, SCALE_ORDER: tl.constexpr, ENCODE_ORDER: tl.constexpr,
     TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
@@ -268,24 +188,28 @@ def quantize_kernel(
     APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
     ACT: tl.constexpr, ACT_ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Blocks in the order of rows; with STORED in the order in which the layout stores their scales, so that scales, codes and x all move in
-    whole sectors. Then ``blocks`` counts padding too, by_row is the divider of CO, by_mat of bytes_mat, by_ro of RO."""
+    """Blocks in the order of rows; with STORED in the order in which the layout stores their scales, so that scales, codes and x all move
+    in whole sectors. Then ``blocks`` counts padding too, by_row is the divider of CO, by_mat of bytes_mat, by_ro of RO."""
     first = tl.program_id(0).to(tl.int64) * N if WIDE else tl.program_id(0) * N
-    b = tl.minimum(first + tl.arange(0, N), blocks - 1)  # those behind the end do the last one again: nothing needs a mask
-    stored = b
-    if STORED:
-        mat, row, col, inside = _stored_block(
-            b, RO, CO, bytes_mat, by_ro, ro_shift, by_row, row_shift, by_mat, mat_shift, rows_mat, blocks_row, DIGITS, WIDE, ONE
-        )
-        line = row if ONE else mat * rows_mat.to(row.dtype) + row
-        b = (line * blocks_row.to(row.dtype) + col).to(b.dtype)
-    else:
-        mat, row, col = _row_col(b, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, WIDE, ONE)
+    at, b, mat, row, col, inside = _find(
+        first, blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, by_ro, ro_shift, RO, CO, bytes_mat,
+        N, 1, STORED, DIGITS, WIDE, ONE,
+    )  # fmt: skip
+    b_mat, b_row, b_col = mat, row, col
+    if SPLIT > 1:  # the same of each part; what a reshape made of it would not be known to be a multiple of 16
+        _, b, b_mat, b_row, b_col, _ = _find(
+            first, blocks, blocks_row, rows_mat, by_row, row_shift, by_mat, mat_shift, by_ro, ro_shift, RO, CO, bytes_mat,
+            N * SPLIT, SPLIT, STORED, DIGITS, WIDE, ONE,
+        )  # fmt: skip
     if FLAT:
         start = b * BLOCK
     else:
-        start = mat.to(b.dtype) * s_mat + row.to(b.dtype) * s_row + col.to(b.dtype) * (s_k * BLOCK)
-    if PAIRS:  # a thread holds a whole block, so nothing moves between threads
+        start = b_mat.to(b.dtype) * s_mat + b_row.to(b.dtype) * s_row + b_col.to(b.dtype) * (s_k * BLOCK)
+    HELD: tl.constexpr = BLOCK // SPLIT  # elements of a thread; at most their maximum and a scale move between threads
+    if PAIRS:
+        part = tl.arange(0, N * SPLIT) % SPLIT
+        if SPLIT > 1:
+            start += part * (2 * HELD if BOTH else HELD)
         place = (start // 2)[:, None] + tl.arange(0, 4)[None, :]
         p = x_ptr + place
         u = p + 4 if BOTH else up_ptr + place
@@ -293,19 +217,19 @@ def quantize_kernel(
         w0 = load_pairs(p, u, p0, p1, p2, ACT, BOTH, NATIVE)
         w1 = load_pairs(p + STEP, u + STEP, p0, p1, p2, ACT, BOTH, NATIVE)
         top = larger(top_of_pairs(w0, NAN, FLUSH, NATIVE), top_of_pairs(w1, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
-        if BLOCK == 32:
+        if HELD == 32:
             w2 = load_pairs(p + 2 * STEP, u + 2 * STEP, p0, p1, p2, ACT, BOTH, NATIVE)
             w3 = load_pairs(p + 3 * STEP, u + 3 * STEP, p0, p1, p2, ACT, BOTH, NATIVE)
             top = larger(top, top_of_pairs(w2, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
             top = larger(top, top_of_pairs(w3, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
-        top = top_of(top, NAN, FLUSH, NATIVE)
+        top = _top_of_parts(top_of(top, NAN, FLUSH, NATIVE), NAN, SPLIT)
     else:
         e = tl.arange(0, BLOCK)
         step = e if FLAT else e * s_k
         x = _load_f32(x_ptr + start[:, None] + step[None, :])
         if ACT >= 0:
             up = _load_f32(up_ptr + start[:, None] + step[None, :]) if ACT > 0 else x
-            x = _step(activate(x, up, p0, p1, p2, ACT), ACT_ROUND)
+            x = step_of(activate(x, up, p0, p1, p2, ACT), ACT_ROUND)
         if FLUSH:
             x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
         # amax on the bits of |x|: the order of magnitudes is that of their bits, infinity and NaN come last
@@ -323,45 +247,46 @@ def quantize_kernel(
 
     if SCALE == 2:
         TOP_INT: tl.constexpr = 6 if PACK else 448
-        byte = _ue8m0_byte(floored, RULE, EMAX, MAN, TOP_INT, UE8M0_FLOOR, INF)
+        byte = ue8m0_byte(floored, RULE, EMAX, MAN, TOP_INT, UE8M0_FLOOR, INF)
         byte = tl.where(bad, 255, byte)
         power = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
         if UE8M0_ZERO:
             power = tl.where(byte == 0, 0, power)
         factor = from_bits(tl.where(bad, 0x7FC00000, power))
     else:
-        at = mat if EXPERTS else tl.zeros([1], tl.int32)
-        g = tl.load(g_ptr + at) if HAS_G else tl.full([1], 1.0, tl.float32)
-        gs = tl.load(gs_ptr + at) if HAS_GS else tl.div_rn(1.0, g)
-        v = _scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND, FLUSH)
+        expert = mat if EXPERTS else tl.zeros([1], tl.int32)
+        g = tl.load(g_ptr + expert) if HAS_G else tl.full([1], 1.0, tl.float32)
+        gs = tl.load(gs_ptr + expert) if HAS_GS else tl.div_rn(1.0, g)
+        v = scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND, FLUSH)
         if SCALE_FLOOR > 0:
             v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)
         FLOORS: tl.constexpr = (SCALE_FLOOR > 0) or (AMAX_FLOOR > 0)
-        byte, factor, d = _e4m3_scale(
+        byte, factor, d = e4m3_scale(
             v, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
         )
 
     DIVIDE: tl.constexpr = (SCALE != 2) and ((ENCODE_ORDER == 1) or (ENCODE_ORDER == 3))
     if PAIRS:
+        f = tl.reshape(tl.broadcast_to(factor[:, None], [N, SPLIT]), [N * SPLIT]) if SPLIT > 1 else factor
         if PACK:
-            q = codes_ptr + (b * (BLOCK // 8))[:, None]
-            c0 = pack8_e2m1(w0, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
-            c1 = pack8_e2m1(w1, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
-            if BLOCK == 16:
+            q = codes_ptr + (b * (BLOCK // 8) + part * (HELD // 8))[:, None]
+            c0 = pack8_e2m1(w0, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+            c1 = pack8_e2m1(w1, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+            if HELD == 16:
                 tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1))
             else:
-                c2 = pack8_e2m1(w2, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
-                c3 = pack8_e2m1(w3, factor, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+                c2 = pack8_e2m1(w2, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+                c3 = pack8_e2m1(w3, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
                 tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3))
         else:
-            q = codes_ptr + (b * (BLOCK // 4))[:, None]
-            c0, c1 = pack8_e4m3(w0, factor, NATIVE)
-            c2, c3 = pack8_e4m3(w1, factor, NATIVE)
-            if BLOCK == 16:
+            q = codes_ptr + (b * (BLOCK // 4) + part * (HELD // 4))[:, None]
+            c0, c1 = pack8_e4m3(w0, f, NATIVE)
+            c2, c3 = pack8_e4m3(w1, f, NATIVE)
+            if HELD == 16:
                 tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3))
             else:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
-                c4, c5 = pack8_e4m3(w2, factor, NATIVE)
-                c6, c7 = pack8_e4m3(w3, factor, NATIVE)
+                c4, c5 = pack8_e4m3(w2, f, NATIVE)
+                c6, c7 = pack8_e4m3(w3, f, NATIVE)
                 words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N, 8])
                 tl.store(q + tl.arange(0, 8)[None, :], words)
     else:
@@ -374,7 +299,7 @@ def quantize_kernel(
         else:
             code = _codes(x, y, PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
             if FOUR_OVER_SIX != 0:
-                byte4, factor4, d4 = _e4m3_scale(
+                byte4, factor4, d4 = e4m3_scale(
                     v * 1.5, amax, bad, g, gs, table_ptr, SCALE, ENCODE_ORDER, ZERO_BYTE, UNDERFLOW_BYTE, UNDERFLOW, FLOORS, APPROX
                 )
                 code4 = _codes(x, _scaled(x, factor4, DIVIDE), PACK, MAN, EMIN, TOP, TOP_CODE, TIE, ZERO_SIGN, NAN_CODE)
@@ -388,13 +313,12 @@ def quantize_kernel(
 
     if FILL >= 0:
         byte = tl.where(inside, byte, FILL)
-    if STORED or len(DIGITS) == 0:
-        at = stored
-    elif WIDE:
-        at = layout_offset(row, col, RO, CO, DIGITS) + mat * bytes_mat
-    else:  # unsigned: divisions by powers of two are single shifts
-        at = layout_offset(row, col, RO.to(tl.uint32), CO.to(tl.uint32), DIGITS)
-        at = at if ONE else at + mat * bytes_mat.to(tl.uint32)
+    if not STORED and len(DIGITS) > 0:
+        if WIDE:
+            at = layout_offset(row, col, RO, CO, DIGITS) + mat * bytes_mat
+        else:  # unsigned: divisions by powers of two are single shifts
+            place = layout_offset(row, col, RO.to(tl.uint32), CO.to(tl.uint32), DIGITS)
+            at = (place if ONE else place + mat * bytes_mat.to(tl.uint32)).to(tl.int32)
     tl.store(scale_ptr + at, byte.to(tl.uint8))
 
 
@@ -430,7 +354,7 @@ def dequantize_kernel(
     e = tl.arange(0, GROUP)
     out = value * s[:, None]
     if out_ptr.dtype.element_ty == tl.int16:  # bf16 where the cast cannot be trusted, see dequantize_blocks
-        cast = _bf16_bits(out).to(tl.int16)
+        cast = bf16_bits(out).to(tl.int16)
     else:
         cast = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (r * GROUP)[:, None] + e[None, :], cast, mask=live[:, None])
