@@ -210,11 +210,12 @@ def data(shape: tuple[int, int], seed: int) -> torch.Tensor:
     return torch.where(torch.rand((shape[0], 1), generator=g) < 0.05, torch.zeros(()), x)
 
 
-def every_bf16(block: int) -> torch.Tensor:
-    """All bf16 patterns beside block maxima from subnormal to the largest power of two, bf16 [rows, 64 * block]."""
+def every_pattern(block: int, dtype: torch.dtype) -> torch.Tensor:
+    """All patterns of a 16-bit type beside block maxima from subnormal to the largest power of two, [rows, 64 * block]."""
     bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
-    bits = torch.cat([bits, bits[: -len(bits) % (block - 1)]]).view(torch.bfloat16).view(-1, block - 1)
-    tops = torch.exp2(torch.tensor([*range(-133, 128, 13), 127, -126, -127]).double()).to(torch.bfloat16)
+    bits = torch.cat([bits, bits[: -len(bits) % (block - 1)]]).view(dtype).view(-1, block - 1)
+    powers = [*range(-133, 128, 13), 127, -126, -127] if dtype == torch.bfloat16 else [*range(-24, 16, 3), 15, -14, -15]
+    tops = torch.exp2(torch.tensor(powers).double()).to(dtype)
     # what is above the block's maximum would be the maximum itself; NaN and infinity stay
     small = torch.where(bits.isfinite() & (bits.abs() > tops[:, None, None]), tops[:, None, None], bits[None])
     x = torch.cat([tops[:, None, None].expand(-1, len(bits), 1), small], 2).reshape(-1, block)
@@ -227,7 +228,7 @@ def check(name: str, preset: str, dtype: torch.dtype, hardware: bool, exhaustive
 
     golden.HARDWARE_E4M3 = hardware
     fmt, recipe = formats.get(name), fp4.recipe.get(preset, name)
-    x = every_bf16(fmt.block) if exhaustive else data((512, 1536), 5).to(dtype)
+    x = every_pattern(fmt.block, dtype) if exhaustive else data((512, 1536), 5).to(dtype)
     g, gs = ref.resolve_global_scale(x, fmt, recipe, None, None, False)
     want = ref.quantize_blocks(x, fmt, recipe, g, gs)
     on = [None if t is None else t.cuda() for t in (g, gs)]
@@ -242,6 +243,9 @@ def check(name: str, preset: str, dtype: torch.dtype, hardware: bool, exhaustive
         layout = fp4.layouts["sf_128x4"]
         codes, scale = golden.quantize_blocks(x.cuda(), fmt, recipe, *on, scale_layout=layout)
         pairs += [("codes beside sf_128x4", want[0], codes.cpu()), ("scale in sf_128x4", layout.apply(want[1]), scale.cpu())]
+    if fmt.tensor_scale:  # both by one kernel on the GPU
+        own = ref.resolve_global_scale(x.cuda(), fmt, recipe, None, None, False)
+        pairs += [(what, a.view(1), b.cpu().view(1)) for what, a, b in zip(("global scale", "encode scale"), (g, gs), own, strict=True)]
     for what, a, b in pairs:
         if not torch.equal(a, b):
             at = int((a != b).flatten().nonzero()[0])
@@ -253,14 +257,14 @@ def check(name: str, preset: str, dtype: torch.dtype, hardware: bool, exhaustive
 
 
 def checks() -> list[Callable[[], int]]:
-    """Every format, preset and input type; every bf16 value under the default recipe; MXFP8 with the instruction too."""
+    """Every format, preset and input type; every bf16 and f16 value under the default recipe; MXFP8 with the instruction too."""
     out: list[Callable[[], int]] = []
     for name in formats.names():
         for preset in fp4.recipes.names():
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                for hardware in (False, True) if name == "mxfp8" and dtype == torch.bfloat16 else (False,):
+                for hardware in (False, True) if name == "mxfp8" and dtype != torch.float32 else (False,):
                     out.append(partial(check, name, preset, dtype, hardware, False))
-                    if preset == "default" and dtype == torch.bfloat16:
+                    if preset == "default" and dtype != torch.float32:
                         out.append(partial(check, name, preset, dtype, hardware, True))
     return out
 

@@ -145,6 +145,7 @@ CASES: dict[str, Any] = {
     "act mxfp8 gate_up swiglu": lambda: act(MXFP8, "gate_up", "swiglu_oai"),
     "amax bf16": lambda: amax(torch.bfloat16),
     "amax fp32": lambda: amax(torch.float32),
+    "quantize nvfp4 fp16": lambda: quantize(NVFP4, torch.float16),
     "quantize mxfp4 fp16": lambda: quantize(MXFP4, torch.float16),
     "quantize mxfp4 ties toward zero": lambda: quantize(MXFP4, torch.float16, "modelopt"),
     "quantize nvfp4 four-over-six": lambda: quantize(NVFP4, torch.bfloat16, "fouroversix"),

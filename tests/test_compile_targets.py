@@ -59,6 +59,8 @@ def test_block_scaled_product_uses_the_block_scaled_instruction(arch: int, kerne
         ("quantize mxfp4 bf16", 64, 7.0),
         ("quantize mxfp4 bf16 to sf_128x4", 64, 7.5),
         ("quantize mxfp8 bf16", 32, 7.25),
+        ("quantize nvfp4 fp16", 32, 13.25),
+        ("quantize mxfp4 fp16", 64, 10.75),
         ("act nvfp4 gate_up silu", 16, 25.25),
         ("act nvfp4 interleaved swiglu", 16, 31.0),
         ("act mxfp4 interleaved silu", 16, 21.5),

@@ -639,9 +639,10 @@ def test_64_bit_offsets_give_the_same_bytes(shape: tuple[int, ...], monkeypatch:
 
 @pytest.mark.parametrize("preset", ["default", "te", "flashinfer", "flashinfer_fast"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_every_bf16_value(fmt: Format, preset: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_of_16_bits(fmt: Format, preset: str, dtype: torch.dtype) -> None:
     """All 65,536, among neighbours and among values of any size, NaN and infinities included; both scale orders of storage."""
-    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     mixed = every[torch.randperm(65536, generator=gen(3))]
     x = torch.cat((every, mixed)).reshape(256, 512)
     g = torch.tensor(0.37) if fmt.tensor_scale else None

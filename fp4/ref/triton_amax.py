@@ -18,8 +18,8 @@ STEP, STEPS = 2048, 4
 
 
 @triton.jit(do_not_specialize=["programs"])
-def _amax_kernel(x_ptr, out_ptr, items, programs, PAIRS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):
-    """x [experts, items] (pairs of bf16 in words, f16 or f32) -> out i32 [experts], the bits of the largest finite magnitude.
+def _amax_kernel(x_ptr, out_ptr, items, programs, PAIRS: tl.constexpr, F16: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):
+    """x [experts, items] (pairs of bf16 or f16 in words, or f32) -> out i32 [experts], the bits of the largest finite magnitude.
 
     Adding 2^23 to the bits of a magnitude makes infinity and NaN negative and keeps the order of all others: one signed maximum.
     The maximum does not depend on the order of programs, so neither do the bits of the result.
@@ -32,7 +32,7 @@ def _amax_kernel(x_ptr, out_ptr, items, programs, PAIRS: tl.constexpr, STEP: tl.
         at = first + i * STEP + tl.arange(0, STEP)
         x = tl.load(x_ptr + base + at, mask=at < items, other=0)
         if PAIRS:
-            even, odd = magnitudes(x)
+            even, odd = magnitudes(x, False, F16)
             best = tl.maximum(best, tl.maximum(even + 0x00800000, odd + 0x00800000))
         else:
             best = tl.maximum(best, (bits_of(x.to(tl.float32)) & 0x7FFFFFFF) + 0x00800000)
@@ -52,12 +52,14 @@ def finite_amax(x: torch.Tensor, per_expert: bool = False) -> torch.Tensor:
     out = torch.zeros(experts, dtype=torch.int32, device=x.device)
     if x.numel():
         flat = _dense(x, int(per_expert))
-        pairs = x.dtype == torch.bfloat16 and (flat.numel() // experts) % 2 == 0 and flat.data_ptr() % 4 == 0
-        if x.dtype == torch.bfloat16:
+        pairs = x.dtype != torch.float32 and (flat.numel() // experts) % 2 == 0 and flat.data_ptr() % 4 == 0
+        if pairs or x.dtype == torch.bfloat16:
             flat = flat.view(torch.int32) if pairs else flat.to(torch.float32)
         items = flat.numel() // experts
         programs = triton.cdiv(items, STEP * STEPS)
-        _amax_kernel[(programs * experts,)](flat, out, items, programs, PAIRS=pairs, STEP=STEP, STEPS=STEPS, num_warps=4)
+        _amax_kernel[(programs * experts,)](
+            flat, out, items, programs, PAIRS=pairs, F16=x.dtype == torch.float16, STEP=STEP, STEPS=STEPS, num_warps=4
+        )
     amax = out.view(torch.float32)
     return amax if per_expert else amax.reshape(())
 

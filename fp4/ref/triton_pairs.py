@@ -1,10 +1,11 @@
-"""Elements of bf16 in pairs, as 32-bit words: block amax, e2m1 and e4m3 codes with few instructions. Used by ``triton_quantize``.
+"""Elements of bf16 or f16 in pairs, as 32-bit words: block amax, e2m1 and e4m3 codes with few instructions. Used by ``triton_quantize``.
 
 Integer and half-word operations issue every other clock, float32 additions every clock: so rounding is done by float additions, the
 signs of eight elements are moved together, and codes are packed by multiply-add. Words are i32 [n, 4], a thread holding a whole row.
 
 NATIVE: 0 integers and float32 only, which Triton's interpreter runs too; 1 with instructions of SM80 (operations on both halves of a
 word); 2 with SM89's conversion to e4m3. All three give the same bytes (``python benchmarks/quantize.py gpu`` compares them).
+F16: the elements are f16, whose subnormals no recipe flushes.
 """
 
 from __future__ import annotations
@@ -49,16 +50,25 @@ def _asm4(ASM: tl.constexpr, a, b, c, d):
 
 
 @triton.jit
-def _halves(w):
-    """Pairs of bf16, i32 -> (even, odd) as f32, exact."""
-    return from_bits(w << 16), from_bits(w & -65536)
+def _halves(w, F16: tl.constexpr):
+    """Pairs, i32 -> (even, odd) as f32, exact."""
+    if F16:
+        even = w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        odd = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        even, odd = from_bits(w << 16), from_bits(w & -65536)
+    return even, odd
 
 
 @triton.jit
-def _bf16_pair(even, odd, NATIVE: tl.constexpr):
-    """f32, f32 -> the nearest bf16, ties to even, as a word."""
+def _pair(even, odd, F16: tl.constexpr, NATIVE: tl.constexpr):
+    """f32, f32 -> the nearest bf16 or f16, ties to even, as a word."""
     if NATIVE > 0:
-        w = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1)
+        ASM: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if F16 else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        w = tl.inline_asm_elementwise(ASM, "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1)
+    elif F16:
+        e = even.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        w = (e & 0xFFFF) | (odd.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
         e, o = bits_of(even), bits_of(odd)
         e = tl.where(even != even, 0x7FC00000, e + 0x7FFF + ((e >> 16) & 1))
@@ -68,8 +78,8 @@ def _bf16_pair(even, odd, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, NATIVE: tl.constexpr):
-    """Four words of a thread's block: pointers i32 [n, 4] -> bf16 pairs i32 [n, 4], after the activation if there is one.
+def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
+    """Four words of a thread's block: pointers i32 [n, 4] -> pairs i32 [n, 4], after the activation if there is one.
 
     BOTH: a word of x is (gate, up) of one element, and ``up`` points to the four words behind. Otherwise x are gates, up the other half.
     """
@@ -77,40 +87,49 @@ def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, NATIVE:
     if ACT >= 0:
         if BOTH:
             v = tl.load(up)
-            gate, other = _halves(w)
+            gate, other = _halves(w, F16)
             a, b, c, d = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE > 0))
-            gate, other = _halves(v)
+            gate, other = _halves(v, F16)
             e, f, g, h = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE > 0))
-            w = join4(_bf16_pair(a, b, NATIVE), _bf16_pair(c, d, NATIVE), _bf16_pair(e, f, NATIVE), _bf16_pair(g, h, NATIVE))
+            w = join4(_pair(a, b, F16, NATIVE), _pair(c, d, F16, NATIVE), _pair(e, f, F16, NATIVE), _pair(g, h, F16, NATIVE))
         else:
-            even, odd = _halves(w)
-            up_even, up_odd = _halves(tl.load(up) if ACT > 0 else w)
-            w = _bf16_pair(activate(even, up_even, p0, p1, p2, ACT, NATIVE > 0), activate(odd, up_odd, p0, p1, p2, ACT, NATIVE > 0), NATIVE)
+            even, odd = _halves(w, F16)
+            up_even, up_odd = _halves(tl.load(up) if ACT > 0 else w, F16)
+            even = activate(even, up_even, p0, p1, p2, ACT, NATIVE > 0)
+            w = _pair(even, activate(odd, up_odd, p0, p1, p2, ACT, NATIVE > 0), F16, NATIVE)
     return w
 
 
 @triton.jit
-def magnitudes(w, FLUSH: tl.constexpr = False):
-    """Pairs of bf16, i32 -> bits of |even| and |odd| element as f32; with FLUSH subnormals are zero."""
-    even, odd = (w << 16) & 0x7FFF0000, w & 0x7FFF0000
-    if FLUSH:
-        even, odd = tl.where(even < 0x00800000, 0, even), tl.where(odd < 0x00800000, 0, odd)
+def magnitudes(w, FLUSH: tl.constexpr = False, F16: tl.constexpr = False):
+    """Pairs, i32 -> bits of |even| and |odd| element as f32; with FLUSH subnormals are zero."""
+    if F16:
+        even, odd = _halves(w & 0x7FFF7FFF, True)
+        even, odd = bits_of(even), bits_of(odd)
+    else:
+        even, odd = (w << 16) & 0x7FFF0000, w & 0x7FFF0000
+        if FLUSH:
+            even, odd = tl.where(even < 0x00800000, 0, even), tl.where(odd < 0x00800000, 0, odd)
     return even, odd
 
 
 @triton.jit
-def _max_pairs(a, b, NAN: tl.constexpr):
-    return _asm2("max.bf16x2 $0, $1, $2;" if NAN == 1 else "max.NaN.bf16x2 $0, $1, $2;", a, b)
+def _max_pairs(a, b, NAN: tl.constexpr, F16: tl.constexpr):
+    if F16:
+        top = _asm2("max.f16x2 $0, $1, $2;" if NAN == 1 else "max.NaN.f16x2 $0, $1, $2;", a, b)
+    else:
+        top = _asm2("max.bf16x2 $0, $1, $2;" if NAN == 1 else "max.NaN.bf16x2 $0, $1, $2;", a, b)
+    return top
 
 
 @triton.jit
-def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
-    """Pairs of bf16, i32 [n, 4] -> what ``larger`` compares and ``top_of`` ends: the largest magnitude, i32 [n]."""
+def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
+    """Pairs, i32 [n, 4] -> what ``larger`` compares and ``top_of`` ends: the largest magnitude, i32 [n]."""
     if NATIVE > 0 and not FLUSH:
-        a, b, c, d = split4(_asm1("abs.bf16x2 $0, $1;", w))
-        top = _max_pairs(_max_pairs(a, b, NAN), _max_pairs(c, d, NAN), NAN)
+        a, b, c, d = split4(_asm1("abs.f16x2 $0, $1;" if F16 else "abs.bf16x2 $0, $1;", w))
+        top = _max_pairs(_max_pairs(a, b, NAN, F16), _max_pairs(c, d, NAN, F16), NAN, F16)
     else:
-        even, odd = magnitudes(w, FLUSH)
+        even, odd = magnitudes(w, FLUSH, F16)
         if NAN == 1:
             even = tl.where(even > 0x7F800000, -1, even)
             odd = tl.where(odd > 0x7F800000, -1, odd)
@@ -120,20 +139,24 @@ def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr
 
 
 @triton.jit
-def larger(a, b, NAN: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
+def larger(a, b, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
     """Of two results of ``top_of_pairs``."""
     if NATIVE > 0 and not FLUSH:
-        top = _max_pairs(a, b, NAN)
+        top = _max_pairs(a, b, NAN, F16)
     else:
         top = tl.maximum(a, b)
     return top
 
 
 @triton.jit
-def top_of(top, NAN: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
+def top_of(top, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
     """-> bits of the largest magnitude as f32, i32 [n]; NaN or -1 if NaN is ignored and there is nothing else."""
     if NATIVE > 0 and not FLUSH:
-        top = _max_pairs(top, _asm1("prmt.b32 $0, $1, $1, 0x1032;", top), NAN) & 0x7FFF0000
+        top = _max_pairs(top, _asm1("prmt.b32 $0, $1, $1, 0x1032;", top), NAN, F16)
+        if F16:
+            top, _ = magnitudes(top, False, True)
+        else:
+            top = top & 0x7FFF0000
     return top
 
 
@@ -225,12 +248,15 @@ _HALVES: tl.constexpr = tl.constexpr("""{
 
 
 @triton.jit
-def pack8_e2m1(w, factor, POWER: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, FLUSH: tl.constexpr, NATIVE: tl.constexpr):
-    """Pairs of bf16, i32 [n, 4], by the factor of each row -> 8 codes, i32 [n]. ZERO_SIGN keep or of_value, any NAN_CODE.
+def pack8_e2m1(
+    w, factor, POWER: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Pairs, i32 [n, 4], by the factor of each row -> 8 codes, i32 [n]. ZERO_SIGN keep or of_value, any NAN_CODE.
 
     POWER: the factor is a power of two, zero or NaN.
     """
-    if NATIVE > 0 and POWER and ZERO_SIGN == 0 and NAN_CODE == 1 and not FLUSH:
+    if NATIVE > 0 and POWER and ZERO_SIGN == 0 and NAN_CODE == 1 and not FLUSH and not F16:
         f = _asm1("prmt.b32 $0, $1, $1, 0x3232;", bits_of(factor))
         a, b, c, d = split4(_asm2(_HALVES, w, tl.broadcast_to(f[:, None], w.shape)))
         ab, cd = a + b * 256, c + d * 256  # bytes: even, even, odd, odd
@@ -238,10 +264,10 @@ def pack8_e2m1(w, factor, POWER: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE
         codes += 1149715600  # -(0x83408340 + 16 * 0x83838383): what 0x43404340 left in the bytes
     else:
         if FLUSH:
-            even, odd = magnitudes(w, FLUSH)
+            even, odd = magnitudes(w, FLUSH, F16)
             even, odd = from_bits(even), from_bits(odd)
         else:
-            even, odd = _halves(w)
+            even, odd = _halves(w, F16)
         c_even, s_even = _e2m1(_scaled(even, factor, NATIVE), ZERO_SIGN, NAN_CODE)
         c_odd, s_odd = _e2m1(_scaled(odd, factor, NATIVE), ZERO_SIGN, NAN_CODE)
         if (ZERO_SIGN != 0) or (NAN_CODE != 1):
@@ -261,10 +287,10 @@ def _e4m3_field(m, factor):
 
 
 @triton.jit
-def pack8_e4m3(w, factor, NATIVE: tl.constexpr):
+def pack8_e4m3(w, factor, F16: tl.constexpr, NATIVE: tl.constexpr):
     """As ``pack8_e2m1``: two words i32 [n] of four e4m3 codes each."""
     if NATIVE > 1:
-        even, odd = magnitudes(w)
+        even, odd = magnitudes(w, False, F16)
         e0, e1, e2, e3 = split4(from_bits(even) * factor[:, None])
         o0, o1, o2, o3 = split4(from_bits(odd) * factor[:, None])
         w0, w1, w2, w3 = split4(w)
@@ -280,7 +306,7 @@ def pack8_e4m3(w, factor, NATIVE: tl.constexpr):
         first = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e0, o0, e1, o1, w0, w1], dtype=tl.int32, is_pure=True, pack=1)
         second = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e2, o2, e3, o3, w2, w3], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        even, odd = magnitudes(w)
+        even, odd = magnitudes(w, False, F16)
         codes = (_e4m3_field(even, factor) >> 20) | (_e4m3_field(odd, factor) >> 12) | ((w >> 8) & 0x80) | ((w >> 16) & 0x8000)
         a, b, c, d = split4(codes)
         first, second = a | (b << 16), c | (d << 16)

@@ -1,10 +1,10 @@
 """Golden Triton kernels: block quantisation and dequantisation by Format and Recipe, byte-equal to ``quantize`` and ``scales``.
 
-One program handles ``tile / block`` consecutive blocks of the row-major tensor; x is read once, 16 bytes a thread, codes and scales
-are written once. The usual recipes take bf16 as pairs in 32-bit words, a whole block a thread (``triton_pairs``): fewer instructions
-than the memory's time hides, and nothing passes between threads (benchmarks/notes/quantize.md counts them). Every choice of the Recipe
-is a compile-time constant. Scale bytes go to any byte layout of the catalogue through ``layout_offset``, in the same pass. The kernels
-hold no index arithmetic per element: strides and divisions are per block, divisions by multiplication.
+One program handles ``tile / block`` consecutive blocks; x is read once, 16 bytes a thread, codes and scales are written once. The usual
+recipes take bf16 and f16 in pairs, as 32-bit words, a whole block a thread (``triton_pairs``): fewer instructions than the memory's time
+hides, and nothing passes between threads (benchmarks/notes/quantize.md counts them). Every choice of the Recipe is a compile-time
+constant. Scale bytes go to any byte layout of the catalogue in the same pass, blocks in the order of rows or of the stored scales. The
+kernels hold no index arithmetic per element: strides and divisions are per block, divisions by multiplication.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any
     """The format and the recipe as the kernel's compile-time constants."""
     elem = fmt.elem
     choices = {name.upper(): recipe.code(name) for name in ("tie", "zero_sign", "nan_code", "nan", "inf", "underflow")}
-    # recipes whose elements are rounded pairwise: bf16, ties to even, one scale, a product
-    pairs = dtype == torch.bfloat16 and (recipe.tie, recipe.four_over_six) == ("even", "off") and not recipe.encode_order.startswith("x/")
+    # recipes whose elements are rounded pairwise: 16 bits, ties to even, one scale, a product
+    pairs = dtype != torch.float32 and (recipe.tie, recipe.four_over_six) == ("even", "off") and not recipe.encode_order.startswith("x/")
     pairs = pairs and recipe.zero_sign in (("keep", "of_value") if elem.bits == 4 else ("keep",))
     choices["PAIRS"] = pairs and (elem.bits == 4 or (recipe.nan_code, recipe.flush) == ("signed_max", False))
     return choices | {

@@ -205,6 +205,8 @@ def quantize_kernel(
         start = b * BLOCK
     else:
         start = b_mat.to(b.dtype) * s_mat + b_row.to(b.dtype) * s_row + b_col.to(b.dtype) * (s_k * BLOCK)
+    F16: tl.constexpr = ACT_ROUND == 2
+    FLUSHED: tl.constexpr = FLUSH and ACT_ROUND != 2  # f16 has nothing to flush
     HELD: tl.constexpr = BLOCK // SPLIT  # elements of a thread; at most their maximum and a scale move between threads
     if PAIRS:
         part = tl.arange(0, N * SPLIT) % SPLIT
@@ -214,15 +216,16 @@ def quantize_kernel(
         p = x_ptr + place
         u = p + 4 if BOTH else up_ptr + place
         STEP: tl.constexpr = 8 if BOTH else 4
-        w0 = load_pairs(p, u, p0, p1, p2, ACT, BOTH, NATIVE)
-        w1 = load_pairs(p + STEP, u + STEP, p0, p1, p2, ACT, BOTH, NATIVE)
-        top = larger(top_of_pairs(w0, NAN, FLUSH, NATIVE), top_of_pairs(w1, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
+        w0 = load_pairs(p, u, p0, p1, p2, ACT, BOTH, F16, NATIVE)
+        w1 = load_pairs(p + STEP, u + STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE)
+        top = top_of_pairs(w0, NAN, FLUSHED, F16, NATIVE)
+        top = larger(top, top_of_pairs(w1, NAN, FLUSHED, F16, NATIVE), NAN, FLUSHED, F16, NATIVE)
         if HELD == 32:
-            w2 = load_pairs(p + 2 * STEP, u + 2 * STEP, p0, p1, p2, ACT, BOTH, NATIVE)
-            w3 = load_pairs(p + 3 * STEP, u + 3 * STEP, p0, p1, p2, ACT, BOTH, NATIVE)
-            top = larger(top, top_of_pairs(w2, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
-            top = larger(top, top_of_pairs(w3, NAN, FLUSH, NATIVE), NAN, FLUSH, NATIVE)
-        top = _top_of_parts(top_of(top, NAN, FLUSH, NATIVE), NAN, SPLIT)
+            w2 = load_pairs(p + 2 * STEP, u + 2 * STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE)
+            w3 = load_pairs(p + 3 * STEP, u + 3 * STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE)
+            top = larger(top, top_of_pairs(w2, NAN, FLUSHED, F16, NATIVE), NAN, FLUSHED, F16, NATIVE)
+            top = larger(top, top_of_pairs(w3, NAN, FLUSHED, F16, NATIVE), NAN, FLUSHED, F16, NATIVE)
+        top = _top_of_parts(top_of(top, NAN, FLUSHED, F16, NATIVE), NAN, SPLIT)
     else:
         e = tl.arange(0, BLOCK)
         step = e if FLAT else e * s_k
@@ -270,23 +273,23 @@ def quantize_kernel(
         f = tl.reshape(tl.broadcast_to(factor[:, None], [N, SPLIT]), [N * SPLIT]) if SPLIT > 1 else factor
         if PACK:
             q = codes_ptr + (b * (BLOCK // 8) + part * (HELD // 8))[:, None]
-            c0 = pack8_e2m1(w0, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
-            c1 = pack8_e2m1(w1, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+            c0 = pack8_e2m1(w0, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
+            c1 = pack8_e2m1(w1, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
             if HELD == 16:
                 tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1))
             else:
-                c2 = pack8_e2m1(w2, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
-                c3 = pack8_e2m1(w3, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSH, NATIVE)
+                c2 = pack8_e2m1(w2, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
+                c3 = pack8_e2m1(w3, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
                 tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3))
         else:
             q = codes_ptr + (b * (BLOCK // 4) + part * (HELD // 4))[:, None]
-            c0, c1 = pack8_e4m3(w0, f, NATIVE)
-            c2, c3 = pack8_e4m3(w1, f, NATIVE)
+            c0, c1 = pack8_e4m3(w0, f, F16, NATIVE)
+            c2, c3 = pack8_e4m3(w1, f, F16, NATIVE)
             if HELD == 16:
                 tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3))
             else:  # one store: two of 16 bytes each would reach the memory in halves of its 32-byte sectors
-                c4, c5 = pack8_e4m3(w2, f, NATIVE)
-                c6, c7 = pack8_e4m3(w3, f, NATIVE)
+                c4, c5 = pack8_e4m3(w2, f, F16, NATIVE)
+                c6, c7 = pack8_e4m3(w3, f, F16, NATIVE)
                 words = tl.reshape(tl.join(join4(c0, c2, c4, c6), join4(c1, c3, c5, c7)), [N, 8])
                 tl.store(q + tl.arange(0, 8)[None, :], words)
     else:
