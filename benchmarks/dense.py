@@ -262,7 +262,7 @@ def run_cases(args: argparse.Namespace, end: float) -> None:
         threading.Thread(target=lambda p=p, q=lines: ([q.put(line.strip()) for line in p.stdout], q.put(None)), daemon=True).start()
         children[case] = p, lines
 
-    def lines_of(case: str, last: str) -> Any:
+    def lines_of(case: str, last: str, end: float) -> Any:
         """What a child says before the line ``last``; nothing more once it ended or time is up."""
         p, lines = children[case]
         while True:
@@ -277,14 +277,14 @@ def run_cases(args: argparse.Namespace, end: float) -> None:
             yield line
 
     for case in children:
-        for line in lines_of(case, "ready"):
+        for line in lines_of(case, "ready", end if args.setup_only else end - 0.28 * args.seconds):
             print(line, flush=True)
     for case, (p, _) in () if args.setup_only else children.items():
         if p.poll() is not None:
             continue
         p.stdin.write("go\n")
         p.stdin.flush()
-        for line in lines_of(case, "done"):
+        for line in lines_of(case, "done", end):
             print(line, flush=True)
             if line.startswith("{"):
                 rows.append(json.loads(line))

@@ -67,7 +67,7 @@ def kernels(tmp_path_factory):
     """name -> (TTGIR, slots of the ring)."""
     path = tmp_path_factory.mktemp("ring") / "ttgir.json"
     env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(ROWS), str(path)], capture_output=True, text=True, env=env, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(ROWS), str(path)], capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(path.read_text())
 
