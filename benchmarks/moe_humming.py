@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ def bind(layers: tuple[Any, Any], ids: torch.Tensor, p: torch.Tensor, experts: i
 def main() -> None:
     a = parse()
     tokens = [int(t) for t in a.tokens.split(",")]
-    compile_ahead(tokens)
+    if not a.compiled:
+        compile_ahead(tokens)
     w13, w2 = weight(a.format, a.experts, 2 * a.inter, a.hidden, 11), weight(a.format, a.experts, a.hidden, a.inter, 12)
     b13 = (torch.randn(a.experts, 2 * a.inter, device="cuda") * 0.1).bfloat16().float()
     b2 = (torch.randn(a.experts, a.hidden, device="cuda") * 0.1).bfloat16().float()
@@ -142,11 +144,10 @@ def main() -> None:
             except Exception as e:
                 print(f"humming, {t} tokens, padding {pad}: {type(e).__name__}: {str(e)[:300]}", file=sys.stderr, flush=True)
         rows.append(row)
+        if a.json:
+            Path(a.json).write_text(json.dumps(rows, indent=1))
         print("  ".join(f"{k} {v:.3g}" if "error" in k else f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
         sys.stdout.flush()
-    if a.json:
-        with open(a.json, "w") as f:
-            json.dump(rows, f, indent=1)
 
 
 if __name__ == "__main__":

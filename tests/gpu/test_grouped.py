@@ -29,13 +29,17 @@ def name(p: Plan) -> str:
     return f"{p.kernel}-{p.mt}"
 
 
-def some(*kinds: tuple[str, int]) -> pytest.MarkDecorator:
-    """Parametrises ``plan``: all, or those of a kernel and block size. One group a plan (``-n 8 --dist loadgroup``): it compiles once."""
-    chosen = [p for p in plans() if not kinds or (p.kernel, p.mt) in kinds]
-    return pytest.mark.parametrize("plan", [pytest.param(p, id=name(p), marks=pytest.mark.xdist_group(name(p))) for p in chosen])
+def some(most: int = 999, layer: str = "mx") -> pytest.MarkDecorator:
+    """Parametrises ``plan``, of blocks up to ``most`` rows. A group a plan and layer (``-n 8 --dist loadgroup``): it compiles once."""
+    each = [pytest.param(p, id=name(p), marks=pytest.mark.xdist_group(f"{name(p)}-{layer}")) for p in plans() if p.mt <= most]
+    return pytest.mark.parametrize("plan", each)
 
 
-FEW = some(("small", 8), ("small", 16), ("large", 16), ("wide", 48))
+def few(layer: str) -> pytest.MarkDecorator:
+    """The smallest plan of every kernel."""
+    first = {p.kernel: p for p in reversed(plans())}.values()
+    each = [pytest.param(p, id=name(p), marks=pytest.mark.xdist_group(f"{name(p)}-{layer}")) for p in first]
+    return pytest.mark.parametrize("plan", each)
 
 
 def weights(fmt, e, n, k, seed, second=None):
@@ -119,7 +123,7 @@ def test_every_plan_mxfp4(mx, plan):
     mx.check(*mx.inputs(100, 4), plan=plan)
 
 
-@some()
+@some(most=96, layer="nv")
 def test_every_plan_nvfp4_ragged_two_global_scales(nv, plan):
     nv.check(*nv.inputs(70, 3), plan=plan)
 
@@ -145,7 +149,7 @@ def test_all_tokens_to_one_expert(mx, plan):
 
 
 @pytest.mark.parametrize("act", [SwiGLU(alpha=1.2, beta=0.0, limit=None), SiTU(), SiTU(linear_beta=None), ReLU2()], ids=str)
-@FEW
+@few("act")
 def test_activations_and_expert_parallel_range(act, plan):
     layer = Layer(MXFP4, e=4, h=128, i=96, act=act, order="gate_up", first=2, total=8)
     x, ids, p = layer.inputs(90, 5)
@@ -163,14 +167,14 @@ def test_ids_of_64_bits_outside_32_bits_are_not_local(mx):
     assert torch.equal(y[[0, 2, 3, 4]], grouped_run.run(x, mx.g, ids, p)[[0, 2, 3, 4]])
 
 
-@FEW
+@few("half")
 def test_float16(plan):
     for fmt in (NVFP4, MXFP4):
         layer = Layer(fmt, e=4, h=288, i=96, act=SiLU(), order="gate_up", bias=False)
         layer.check(*layer.inputs(80, 2, torch.float16), plan=plan)
 
 
-@FEW
+@few("mx")
 def test_nan_and_infinity_stay_in_their_rows(mx, plan):
     x, ids, p = mx.inputs(40, 4)
     clean = grouped_run.run(x, mx.g, ids, p, plan=plan)
