@@ -304,8 +304,8 @@ class Dense:
             sp, yp = space.data_ptr(), y.data_ptr()
             part, count = sp + 4 * words, sp + 4 * (words + sums)
             px(x, m, stream, sp, count)
-            box = launch.Box(sp, m, kt * 64)
-            kernel(blocks, 1, stream, box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
+            box = kernel.box(sp, m, kt * 64)
+            kernel(blocks, 1, stream, *box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
 
         return run
 

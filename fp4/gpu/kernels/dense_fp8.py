@@ -191,7 +191,7 @@ class Dense8:
             _space, x8, scales = quantize(x, m, stream)
             grid = min(blocks, tiles_n * -(-m // bt))
             bp = yp if b is None else b.data_ptr()
-            kernel(grid, 1, stream, launch.Box(x8, m, kt * 64), scales, w, s, bp, yp, oc, ws, m, n, kt, *tail)
+            kernel(grid, 1, stream, *kernel.box(x8, m, kt * 64), scales, w, s, bp, yp, oc, ws, m, n, kt, *tail)
 
         return run
 
