@@ -256,11 +256,11 @@ def check(name: str, preset: str, dtype: torch.dtype, hardware: bool, exhaustive
     return sum(a.numel() for _, a, _ in pairs)
 
 
-def checks() -> list[Callable[[], int]]:
-    """Every format, preset and input type; every bf16 and f16 value under the default recipe; MXFP8 with the instruction too."""
+def checks(presets: list[str]) -> list[Callable[[], int]]:
+    """Every format and input type, the presets given; every bf16 and f16 value under the default recipe; MXFP8 with the instruction too."""
     out: list[Callable[[], int]] = []
     for name in formats.names():
-        for preset in fp4.recipes.names():
+        for preset in presets:
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 for hardware in (False, True) if name == "mxfp8" and dtype != torch.float32 else (False,):
                     out.append(partial(check, name, preset, dtype, hardware, False))
@@ -274,6 +274,7 @@ def main() -> None:
     p.add_argument("part", choices=["cpu", "gpu"])
     p.add_argument("--elements", type=int, default=1 << 28)
     p.add_argument("--formats", nargs="+", help="default: nvfp4 mxfp4 mxfp8 on the CPU, all five on the GPU")
+    p.add_argument("--presets", nargs="+", help="recipes whose bytes are compared on the GPU; default: all")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--size", type=int, default=8192)
     p.add_argument("--sweep-below", type=float, default=0.0, metavar="RATIO", help="try other tiles and warps for rows below this ratio")
@@ -286,7 +287,7 @@ def main() -> None:
         rows = cpu(a.elements, a.repeats, a.formats or ["nvfp4", "mxfp4", "mxfp8"])
     else:
         names = a.formats or ["nvfp4", "mxfp4", "mxfp8", "nvfp4_b32", "amdfp4"]
-        rows, work = [], [] if a.no_check else checks()
+        rows, work = [], [] if a.no_check else checks(a.presets or fp4.recipes.names())
         if a.no_time:
             work += [partial(warm, c, a.size) for case in cases(names) for c in (case, *variants(case))]
         if work:

@@ -29,6 +29,8 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 
 #: elements a program, compiled and in the interpreter (where a launch costs more than its work)
 TILE, TILE_INTERPRETED = 4096, 1 << 17
+#: the same of dequantising, two 16-byte stores a thread
+DEQUANTIZE_TILE = 2048
 #: (blocks of bf16 pairs, warps) a program: two blocks a thread and a warp for itself; where a thread holds more, one block
 PAIR_BLOCKS, PAIR_BLOCKS_WIDE = (64, 1), (128, 4)
 #: behind an activation a block of 32 on two threads: all loads of a thread then leave before it waits for the first
@@ -246,7 +248,7 @@ def dequantize_blocks(
         return out
     group = 16 // dtype.itemsize
     groups = out.numel() // group
-    size = tile or (TILE_INTERPRETED if interpreted() else TILE)
+    size = tile or (TILE_INTERPRETED if interpreted() else DEQUANTIZE_TILE)
     n = min(size // group, triton.next_power_of_2(groups))
     g = scale if global_scale is None else global_scale.to(torch.float32).reshape(-1)
     dequantize_kernel[(triton.cdiv(groups, n),)](
