@@ -173,6 +173,20 @@ def test_plans_cover_every_load(cc):
         assert [p.mt for p in chosen] == sorted(p.mt for p in chosen), "more rows never take smaller blocks"
 
 
+@pytest.mark.parametrize(("experts", "hidden", "topk"), [(8, 64, 2), (5, 4096, 3), (32, 2880, 4)])
+def test_warmup_meets_every_set_of_kernels(experts, hidden, topk):
+    from fp4.gpu.kernels import grouped_run
+
+    def kernels(t):
+        pairs = t * topk
+        return grouped_plan.choose(pairs, experts, (9, 0)), pairs * hidden <= 1 << 22, grouped_run._chunk(pairs)
+
+    for m in (1, 7, 200, 3000):
+        warm = grouped_run.kinds(experts, hidden, topk, m, (9, 0))
+        assert set(map(kernels, warm)) == set(map(kernels, range(1, m + 1)))
+        assert len(warm) <= 10
+
+
 def test_wide_plans_share_the_registers_of_an_sm():
     wide = [dict(p.config) for _, p in grouped_plan.plans((9, 0)) if p.kernel == "wide"]
     assert {(f["C"], f["per"]) for f in wide} == {(2, 2), (3, 1)}

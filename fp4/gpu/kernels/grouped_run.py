@@ -15,7 +15,7 @@ import triton
 from fp4.errors import FormatMismatch
 from fp4.gpu.kernels import launch
 from fp4.gpu.kernels.grouped import ACTS, Grouped
-from fp4.gpu.kernels.grouped_plan import Plan, choose
+from fp4.gpu.kernels.grouped_plan import Plan, choose, plans
 from fp4.gpu.kernels.routing import max_blocks, reduce_kernel, route_kernel
 
 __all__ = ["Call", "Chain", "run", "warmup"]
@@ -24,6 +24,9 @@ _INF = float("inf")
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_CHUNKS = (128, 1024, 4096)
+#: values of pair rows that stay in the L2 cache as float32
+_LOCAL = 1 << 22
 _SCALARS = {
     "pairs": "i32",
     "first": "i32",
@@ -72,7 +75,7 @@ def _overlaps(device: int, target: Any) -> bool:
 
 def _chunk(pairs: int) -> int:
     """Ids that one step of the route kernel takes; few values, so that few kernels exist."""
-    return 128 if pairs <= 128 else 1024 if pairs <= 1024 else 4096
+    return next((c for c in _CHUNKS if pairs <= c), _CHUNKS[-1])
 
 
 def _align(n: int) -> int:
@@ -107,7 +110,7 @@ class Chain:
         product = {"small": grouped_small, "large": grouped_large, "wide": grouped_wide}[plan.kernel]
         hp, ip = -(-g.hidden // 64) * 64, -(-g.inter // 64) * 64
         #: one row a pair before the sum over slots: float32 while it stays in the L2 cache
-        row = torch.float32 if pairs * g.hidden <= 1 << 22 else x
+        row = torch.float32 if pairs * g.hidden <= _LOCAL else x
         sizes = (
             4 * (1 + 3 * self.blocks),
             4 * pairs,
@@ -260,23 +263,18 @@ class Call:
         return run(x, self.g, ids, weights, out).to(out_dtype)
 
 
+def kinds(experts: int, hidden: int, topk: int, m_max: int, capability: tuple[int, int]) -> list[int]:
+    """Token counts up to ``m_max``, one for every set of kernels that a chain can need: the first past each limit of its choices."""
+    limits = [most * experts for most, _ in plans(capability)[:-1]] + [_LOCAL // hidden, *_CHUNKS[:-1]]
+    return sorted(t for t in {1, *(int(most) // topk + 1 for most in limits)} if t <= m_max)
+
+
 def warmup(g: Grouped, m_max: int, topk: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Compile and load every kernel that up to ``m_max`` tokens with ``topk`` slots and float32 routing weights can need."""
     device = g.w13.device
-    seen = set()
-    m = 1
-    while True:
-        for t in sorted({min(m, m_max), min(m + m // 2, m_max)}):
-            pairs = t * topk
-            key = (choose(pairs, g.experts, _capability(device.index or 0)), pairs * g.hidden <= 1 << 22, _chunk(pairs))
-            if key in seen:
-                continue
-            seen.add(key)
-            x = torch.zeros(t, g.hidden, dtype=dtype, device=device)
-            ids = torch.arange(pairs, device=device, dtype=torch.int32).reshape(t, topk) % g.experts + g.first
-            for wide in (ids, ids.long()):
-                run(x, g, wide, torch.ones(t, topk, device=device))
-        if m >= m_max:
-            break
-        m *= 2
+    for t in kinds(g.experts, g.hidden, topk, m_max, _capability(device.index or 0)):
+        x = torch.zeros(t, g.hidden, dtype=dtype, device=device)
+        ids = torch.arange(t * topk, device=device, dtype=torch.int32).reshape(t, topk) % g.experts + g.first
+        for wide in (ids, ids.long()):
+            run(x, g, wide, torch.ones(t, topk, device=device))
     torch.cuda.synchronize(device)
