@@ -420,3 +420,20 @@ def test_verify_compares_stacked_experts_with_single_ones(capsys: pytest.Capture
     assert "model.layers.0.mlp.experts.1.up_proj.weight: 2 of " in out
     assert "model.layers.0.mlp.experts.0.down_proj.bias: 1 of 64 values differ, first at [5]" in out
     assert "2 differ" in out
+
+
+def test_error_measures_along_the_blocks_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-OSS's experts come as [experts, in, out] from ``dequantize``; along ``out`` an MXFP4 file would lose 20 dB to its own format."""
+    data = Path(__file__).parent / "data/checkpoints/gpt_oss_mxfp4/hf"
+    names = [f"model.layers.0.mlp.experts.{n}" for n in ("gate_up_proj", "down_proj")]
+    options = [o for name in names for o in ("--name", name)] + ["--format", "mxfp4", "--recipe", "triton_kernels_v1"] * 2
+    rows = json.loads(_run(capsys, "error", data, "--json", *options)[1])
+    assert [row["tensor"] for row in rows] == names  # asked for twice, measured once
+    assert all(row["worst"] == 0 for row in rows), rows
+
+
+def test_error_of_bytes_names_the_tensor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({"codes": torch.zeros(64, 64, dtype=torch.uint8)}, file)
+    assert "has no matrix of values" in _bad(capsys, "error", file)
+    assert "codes is torch.uint8; need a floating-point tensor" in _bad(capsys, "error", file, "--name", "codes")

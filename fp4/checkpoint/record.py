@@ -125,7 +125,9 @@ def check_scale(record: Record, where: str, scale: torch.Tensor) -> None:
     nan = (byte & 0x7F) in kind.nan_codes if kind.signed else byte in kind.nan_codes
     what = "is NaN" if nan else "is a negative block scale (some formats use the sign as a codebook flag; fp4 does not read those)"
     raise CheckpointError(
-        f"{where}: scale byte 0x{byte:02X} at {list(index)} {what}; {count} such bytes; the {kind.name} scale must be finite"
+        f"{where}: scale byte 0x{byte:02X} at {list(index)} {what}; {count} such byte{'s' * (count != 1)}; "
+        f"the {kind.name} scale must be finite"
+        + ("; write the file again, or open_checkpoint(path, repair=True), which takes 1.0 where the block's codes are all zero" * nan)
     )
 
 

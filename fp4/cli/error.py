@@ -11,8 +11,10 @@ import torch
 
 import fp4
 from fp4 import formats, recipe
+from fp4.checkpoint.base import Checkpoint
 from fp4.cli.table import table
 from fp4.errors import CheckpointError, FormatMismatch, Fp4Error
+from fp4.tensor import QuantizedTensor
 
 __all__ = ["load", "measure", "random_tensors", "render"]
 
@@ -36,15 +38,26 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def load(path: Path, names: Sequence[str] | None, most: int = 4) -> dict[str, torch.Tensor]:
-    """Named tensors of a checkpoint as float32; without names its ``most`` largest matrices. Raises CheckpointError."""
+    """Named tensors of a checkpoint as float32; without names its ``most`` largest matrices. The last dimension is the one along which
+    the file's blocks lie (stacked experts of GPT-OSS: not the last of the unquantised model). Raises CheckpointError."""
     with fp4.open_checkpoint(path) as ck:
-        if names:
-            return {name: ck.dequantize(name) for name in names}
-        matrices = [n for n in ck.names() if len(ck.shape(n)) >= 2]
-        if not matrices:
-            raise CheckpointError(f"{path}: has no matrix; need a tensor of two or more dimensions")
-        largest = sorted(matrices, key=lambda n: -math.prod(ck.shape(n)))[:most]
-        return {name: ck.dequantize(name) for name in largest}
+        if names is None or not names:
+            matrices = [n for n in ck.names() if len(ck.shape(n)) >= 2 and _holds_values(ck, n)]
+            if not matrices:
+                raise CheckpointError(f"{path}: has no matrix of values; need a floating-point tensor of two or more dimensions")
+            names = sorted(matrices, key=lambda n: -math.prod(ck.shape(n)))[:most]
+        out = {}
+        for name in dict.fromkeys(names):
+            q = ck[name] if ck.record(name).kind == "block" else None
+            out[name] = fp4.dequantize(q).movedim(q.axis, -1) if isinstance(q, QuantizedTensor) else ck.dequantize(name)
+            if not out[name].is_floating_point():
+                raise CheckpointError(f"{path}: {name} is {out[name].dtype}; need a floating-point tensor to measure what quantising loses")
+        return out
+
+
+def _holds_values(ck: Checkpoint, name: str) -> bool:
+    record = ck.record(name)
+    return record.kind != "plain" or ck.store.entries[record.parts["weight"]].dtype in ("F64", "F32", "BF16", "F16")
 
 
 def measure(
@@ -58,7 +71,8 @@ def measure(
     rows: list[dict[str, Any]] = []
     for name in recipe_names or ():
         recipe.get(name)  # an unknown name is bad usage; a known one that does not fit a format is a note
-    for f in [formats.get(n) for n in format_names or formats.names()]:
+    recipe_names = list(dict.fromkeys(recipe_names or ()))
+    for f in dict.fromkeys(formats.get(n) for n in format_names or formats.names()):
         for label, x in tensors.items():
             if x.shape[-1] % f.block:
                 note = f"last dimension {x.shape[-1]} is not a multiple of {f.block}"
