@@ -423,7 +423,7 @@ def test_errors_say_what_to_do(call: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "sf_128x4", "sf_8x4", "cdna4_sf", "sm90_mixed_sf", "deepgemm_sf", "up_gate_pairs"])
-@pytest.mark.parametrize("shape", [(128, 256), (2, 96, 128), (130, 96), (3, 7, 4112), (1, 2064)])
+@pytest.mark.parametrize("shape", [(128, 256), (2, 96, 128), (130, 96), (3, 7, 4112), (1, 2064), (2, 250, 1008)])
 def test_scales_written_straight_into_a_layout(layout: str, shape: tuple[int, ...]) -> None:
     """The kernel's own stores, torch's apply and the restored tensor agree; padding is the layout's fill.
 
@@ -446,7 +446,7 @@ def test_scales_written_straight_into_a_layout(layout: str, shape: tuple[int, ..
     assert_same_bytes(q.restore().scale, plain.scale)
     g, gs = (t.to(DEVICE) for t in ref.resolve_global_scale(x, fmt, Recipe(), None, None, False))
     filled = dataclasses.replace(order, fill=0xA5)
-    for in_stored_order in (True, False):
+    for in_stored_order in (math.inf, golden.STORED_ORDER, 0):
         with pytest.MonkeyPatch.context() as m:
             m.setattr(golden, "STORED_ORDER", in_stored_order)
             codes, scale = golden.quantize_blocks(x.to(DEVICE), fmt, Recipe(), g, gs, scale_layout=filled)
@@ -624,6 +624,7 @@ def test_64_bit_offsets_give_the_same_bytes(shape: tuple[int, ...], monkeypatch:
     wide = torch.cat((x, x), -1)[..., :160]
     want = fp4.quantize(x, "mxfp4")
     monkeypatch.setattr(golden, "WIDE_FROM", 0)
+    monkeypatch.setattr(golden, "STORED_ORDER", math.inf)
     for t in (x, wide):
         codes, scale = golden.quantize_blocks(t.to(DEVICE), fp4.MXFP4, Recipe())
         assert_same_bytes(codes, want.codes)

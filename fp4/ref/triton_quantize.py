@@ -35,8 +35,9 @@ DEQUANTIZE_TILE = 2048
 PAIR_BLOCKS, PAIR_BLOCKS_WIDE = (64, 1), (128, 4)
 #: behind an activation a block of 32 on two threads: all loads of a thread then leave before it waits for the first
 ACT_HALVES = True
-#: blocks in the order in which a layout stores their scales, where that is in runs; else in the order of rows
-STORED_ORDER = True
+#: blocks go in the order in which a layout stores their scales where that is in runs and padding makes no more than this many of one (the
+#: work is done for padding too); else in the order of rows. 0: never
+STORED_ORDER = 1.25
 #: element offsets from here on need 64 bits
 WIDE_FROM = 2**31
 _ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -105,7 +106,7 @@ def quantize_blocks(
     digits, free, bytes_mat, fill, scale = _scale_storage(x, fmt, scale_layout, mats, rows_mat, blocks_row)
     if not blocks:
         return codes, scale.fill_(max(fill, 0))
-    stored = STORED_ORDER and _runs(digits)
+    stored = _runs(digits) and scale.numel() <= STORED_ORDER * blocks
     dividers = (*divider(blocks_row), *divider(rows_mat), 0, 0)
     if stored:
         blocks = scale.numel()
