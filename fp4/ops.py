@@ -159,7 +159,8 @@ def _stored(
     else:  # an op carries names only
         codes, plain, used = torch.ops.fp4.quantize(x, fmt.name, how.key, g, gs, per_expert)
         data = order.apply(plain.reshape(byte_shape(x, fmt)))
-    second = (g if g is not None else used) if fmt.tensor_scale else None
+    second = g if g is not None else used
+    second = second.detach() if fmt.tensor_scale and second is not None else None
     return StoredQuantized(fmt, codes, Stored(data, order, byte_shape(x, fmt)), second, shape, axis, how)
 
 

@@ -14,7 +14,7 @@ from fp4.tensor import QuantizedTensor, second_level
 __all__ = ["Stored", "StoredQuantized"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stored:
     """Bytes in a storage order, together with that order: what ``to_layout`` returns.
 
@@ -40,7 +40,7 @@ class Stored:
         return f"Stored({self.layout}, shape={list(self.shape)}, {self.data.numel()} bytes, device={self.data.device})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredQuantized:
     """A quantised tensor whose scales were written straight into a storage layout: ``quantize(..., scale_layout=L)``.
 

@@ -21,7 +21,7 @@ GATE_UP_ORDERS = ("interleaved", "gate_up", "up_gate")
 EXTRAS = ("pre_quant_scale", "lora_a", "lora_b")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A block-quantised tensor: ``value = elem[code] * scale * global_scale``.
 
@@ -32,6 +32,7 @@ class QuantizedTensor:
         global_scale: f32 [] or [experts]             multiplier, or None (= 1); finite, 0 only for an all-zero tensor or expert
         input_scale:  f32 [] or [experts]             multiplier of the quantised activation, or None; finite and above 0
 
+    Two of them are equal when they are one object; ``torch.equal`` of the fields compares bytes, ``fp4.dequantize`` gives values.
     Stored numbers carry no gradient: the scale of a quantised Parameter is detached.
 
     ``shape`` and ``axis`` describe the unquantised tensor: ``axis`` is its quantised dimension. Raises FormatMismatch when a dtype or

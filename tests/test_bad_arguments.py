@@ -113,3 +113,19 @@ def test_quantized_tensor_of_no_shape(more: dict[str, Any]) -> None:
 def test_explain_refuses_layers_that_cannot_exist(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(fp4.Fp4Error, match=text):
         fp4.explain(**arguments)
+
+
+def test_objects_of_bytes_compare_and_hash_by_identity() -> None:
+    """As a tensor's ``==`` has no truth value; a generated ``__eq__`` would raise from inside ``in`` and ``list.remove``."""
+    pairs = [[fp4.quantize(X) for _ in range(2)], [fp4.to_layout(fp4.quantize(X).scale, "sf_128x4") for _ in range(2)]]
+    pairs.append([fp4.quantize(X, scale_layout="sf_128x4") for _ in range(2)])
+    for a, b in pairs:
+        assert a == a
+        assert a != b
+        assert len({a, b}) == 2
+        assert [a, b].index(b) == 1
+
+
+def test_the_scale_of_a_stored_parameter_carries_no_gradient() -> None:
+    stored = fp4.quantize(torch.nn.Parameter(torch.randn(4, 64)), scale_layout="sf_128x4")
+    assert not stored.global_scale.requires_grad
