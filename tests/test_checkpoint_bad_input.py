@@ -418,7 +418,7 @@ def test_one_tensor_in_two_indexed_shards(tmp_path: Path) -> None:
         assert any("in two shards with equal contents, read from the one that the index names: a" in w for w in ck.warnings)
     for other in (torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.arange(5.0), torch.arange(4.0).to(torch.float16)):
         cb.save(tmp_path / one, {"a": other, "b": torch.zeros(2)})
-        refused(tmp_path, r"'a' is in model-00002-of-00002\.safetensors, as the index says, and with other contents in model-00001")
+        refused(tmp_path, r"'a' is in model-00002-of-00002\.safetensors, says the index, and with other contents in model-00001")
 
 
 def test_one_tensor_in_two_shards(tmp_path: Path) -> None:

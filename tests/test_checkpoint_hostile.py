@@ -10,6 +10,7 @@ from typing import Any
 import checkpoint_builder as cb
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fp4
 
@@ -199,3 +200,12 @@ def test_quantised_tensor_without_elements(tmp_path: Path, n: int, k: int) -> No
         assert isinstance(q, fp4.QuantizedTensor)
         assert q.shape == (n, k)
         assert ck.dequantize("a.weight").shape == (n, k)
+
+
+def test_a_long_name_is_cut_in_the_message(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    for where, tensor in (("x" * 50_000, "a"), ("x.safetensors", "b" * 50_000)):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {tensor: where}}))
+        with pytest.raises(fp4.CheckpointError) as error:
+            fp4.open_checkpoint(tmp_path)
+        assert len(str(error.value)) < 1000

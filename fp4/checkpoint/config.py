@@ -79,7 +79,7 @@ class Config:
         """Lower-case quant_method, '' when absent."""
         method = self.quant.get("quant_method", "")
         if not isinstance(method, str):
-            raise CheckpointError(f"{self.quant_where}: quant_method is {method!r}; need a string")
+            raise CheckpointError(f"{self.quant_where}: quant_method is {str(method)[:80]!r}; need a string")
         return method.lower()
 
     @property

@@ -174,7 +174,7 @@ class Store:
             store._add(file, key=name, leave=frozenset(others))
         for tensor, name in weight_map.items():
             if tensor not in store.files[name].entries:
-                raise CheckpointError(f"{index}: tensor {tensor!r} is not in {name}, which the index says holds it")
+                raise CheckpointError(f"{index}: tensor {tensor[:200]!r} is not in {name}, which the index says holds it")
         store._compare_copies(index, twice)
         modules = {t.rpartition(".")[0] for t in weight_map}
         unlisted = [t for t in store.entries if t not in weight_map]
@@ -195,9 +195,9 @@ class Store:
     def _shard_path(index: Path, name: str) -> Path:
         parts = Path(name).parts
         if not name or "\x00" in name or "\\" in name or Path(name).is_absolute() or ".." in parts:
-            raise CheckpointError(f"{index}: names file {name!r}; need a relative path inside the folder, without '..'")
+            raise CheckpointError(f"{index}: names file {name[:200]!r}; need a relative path inside the folder, without '..'")
         if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: names file {name!r}; need a .safetensors file")
+            raise CheckpointError(f"{index}: names file {name[:200]!r}; need a .safetensors file")
         path = index.parent / name
         try:
             exists = path.is_file()
@@ -216,7 +216,7 @@ class Store:
             a, b = self.entries[name], file.entries[name]
             if (a.dtype, a.shape) != (b.dtype, b.shape) or not torch.equal(kept.bytes(name), file.bytes(name)):
                 raise CheckpointError(
-                    f"{index}: tensor {name!r} is in {kept.path.name}, as the index says, and with other contents in {file.path.name}; "
+                    f"{index}: tensor {name[:200]!r} is in {kept.path.name}, says the index, and with other contents in {file.path.name}; "
                     "remove one of them"
                 )
             self.release()
@@ -229,7 +229,7 @@ class Store:
         entries = {n: e for n, e in file.entries.items() if n not in leave} if leave else file.entries
         for name in entries:
             if name in self.entries:
-                raise CheckpointError(f"{file.path}: tensor {name!r} is also in {self.where[name].path.name}; remove one of them")
+                raise CheckpointError(f"{file.path}: tensor {name[:200]!r} is also in {self.where[name].path.name}; remove one of them")
         self.files[key or file.path.name] = file
         self.entries.update(entries)
         self.where.update(dict.fromkeys(entries, file))

@@ -81,7 +81,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise CheckpointError(f"key {twice!r} appears twice")
+        raise CheckpointError(f"key {twice[:200]!r} appears twice")
     return found
 
 
@@ -146,9 +146,13 @@ class SafetensorsFile:
         position = 0
         for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
             if entry.begin < position:
-                raise self._error(f"tensor {entry.name!r} overlaps another; starts at {entry.begin}, previous data ends at {position}")
+                raise self._error(
+                    f"tensor {entry.name[:200]!r} overlaps another; starts at {entry.begin}, previous data ends at {position}"
+                )
             if entry.begin > position:
-                raise self._error(f"hole in the data before tensor {entry.name!r}; bytes {position} to {entry.begin} belong to no tensor")
+                raise self._error(
+                    f"hole in the data before tensor {entry.name[:200]!r}; bytes {position} to {entry.begin} belong to no tensor"
+                )
             position = entry.end
         have = self.size - self._start
         if position > have:
@@ -223,14 +227,14 @@ class SafetensorsFile:
         if entry.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         if self._map is None:
-            raise self._error(f"is closed; open the checkpoint again to read {name!r}")
+            raise self._error(f"is closed; open the checkpoint again to read {name[:200]!r}")
         return torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=self._start + entry.begin)
 
     def raw(self, name: str) -> torch.Tensor:
         """u8 ``byte_shape``: an 8-bit or F4 tensor as bytes, a view of the mapped file."""
         entry = self.entries[name]
         if DTYPE_BITS[entry.dtype] not in (4, 8):
-            raise self._error(f"tensor {name!r} is {entry.dtype}; need an 8-bit or 4-bit dtype to read raw bytes")
+            raise self._error(f"tensor {name[:200]!r} is {entry.dtype}; need an 8-bit or 4-bit dtype to read raw bytes")
         return self.bytes(name).reshape(entry.byte_shape)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -240,7 +244,7 @@ class SafetensorsFile:
             return self.raw(name)
         dtype = _TORCH.get(entry.dtype)
         if dtype is None:
-            raise self._error(f"tensor {name!r} has dtype {entry.dtype}, which torch cannot hold")
+            raise self._error(f"tensor {name[:200]!r} has dtype {entry.dtype}, which torch cannot hold")
         data = self.bytes(name)
         if data.data_ptr() % dtype.itemsize:
             data = data.clone()
