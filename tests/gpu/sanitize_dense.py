@@ -1,7 +1,7 @@
-"""One small call of every dense kernel, for compute-sanitizer:
+"""One small call of every dense kernel, for compute-sanitizer; with arguments, one part of them or one kind (``ws``: warp-specialised):
 
-compute-sanitizer --tool memcheck python tests/gpu/sanitize_dense.py
-compute-sanitizer --tool racecheck python tests/gpu/sanitize_dense.py
+compute-sanitizer --tool memcheck python tests/gpu/sanitize_dense.py [PART/PARTS [KIND]]
+compute-sanitizer --tool racecheck python tests/gpu/sanitize_dense.py [PART/PARTS [KIND]]
 """
 
 from __future__ import annotations
@@ -14,20 +14,36 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_dense import ROUTES, forced, weight
+from test_dense import ROUTES, ROUTES_W4A8, forced, weight
 
-from fp4.gpu.kernels.dense_fp8 import Dense8
+from fp4.gpu.kernels.dense_fp8 import Dense8, Specialised
 from fp4.gpu.kernels.plain_fp8 import row_base
 from fp4.layouts import layouts
 
-for row in ROUTES:
-    for block, (n, k), m in ((16, (48, 1040), 3), (32, (80, 544), 16)):
-        codes, scale, second, _ = weight(n, k, block)
-        forced(row, codes, scale, second, block)(torch.randn(m, k, device="cuda", dtype=torch.bfloat16))
-        torch.cuda.synchronize()
-codes, scale, _, _ = weight(80, 544, 32, scales=(115, 122))
-for wide in (True, False) if torch.cuda.get_device_capability() == (9, 0) else (False,):
-    d = Dense8(layouts["frag_w"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, 80, 544, wide)
-    d(torch.randn(17, 544, device="cuda", dtype=torch.bfloat16))
+part, parts = map(int, sys.argv[1].split("/")) if len(sys.argv) > 1 else (0, 1)
+kind = sys.argv[2] if len(sys.argv) > 2 else ""
+hopper = torch.cuda.get_device_capability() == (9, 0)
+
+
+def small(n: int, k: int, block: int, scales: tuple[int, int] | None = None) -> tuple:
+    """Made on the CPU: under the tool only the library's own kernels are to run."""
+    codes, scale, second, _ = weight(n, k, block, scales=scales, device="cpu")
+    return codes.cuda(), scale.cuda(), second if second is None else second.cuda()
+
+
+calls = [(row["kernel"], row, shape) for row in ROUTES for shape in ((16, 48, 1040, 3), (32, 80, 544, 16), (16, 272, 1040, 300))]
+calls += [("ws8" if isinstance(row, Specialised) else "wide8", row, None) for row in ROUTES_W4A8] + [("plain8", None, None)]
+calls = [c for c in calls if kind in c[0] and (hopper or c[0] not in ("wide", "ws", "wide8", "ws8"))]
+for name, row, shape in calls[part::parts]:
+    if shape is not None:
+        block, n, k, m = shape
+        forced(row, *small(n, k, block), block)(torch.randn(m, k).bfloat16().cuda())
+    else:
+        codes, scale, _ = small(272, 544, 32, (115, 122))
+        d = Dense8(layouts["frag_w"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, 272, 544, row is not None)
+        if row is not None:
+            d._table = ((None, 0, row),)
+        d(torch.randn(300, 544).bfloat16().cuda())
     torch.cuda.synchronize()
-print("every dense kernel ran")
+    print(name, row, flush=True)
+print(f"{len(calls[part::parts])} of {len(calls)} calls ran, part {part} of {parts}")
