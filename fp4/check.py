@@ -15,7 +15,7 @@ import torch
 
 from fp4.errors import FormatMismatch, Fp4Error, shown
 
-__all__ = ["FLOATS", "axis", "choice", "dense", "float_dtype", "path", "raw_bytes", "share", "whole"]
+__all__ = ["FLOATS", "axis", "choice", "dense", "device", "float_dtype", "path", "raw_bytes", "share", "whole"]
 
 #: dtypes of values on the way in and out
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,10 +64,12 @@ def share(where: str, what: str, value: Any) -> tuple[int, int]:
         raise FormatMismatch(f"{where}: {what} is {shown(value)}; need (rank, size) with 0 <= rank < size") from None
 
 
-def float_dtype(where: str, what: str, value: Any, optional: bool = False) -> None:
-    """Refuse what is none of FLOATS."""
-    if not (value is None and optional) and not (isinstance(value, torch.dtype) and value in FLOATS):
-        raise FormatMismatch(f"{where}: {what} is {shown(value)}; need torch.float32, torch.bfloat16 or torch.float16")
+def float_dtype(where: str, what: str, value: Any, optional: bool = False, wide: bool = False) -> None:
+    """Refuse what is none of FLOATS, nor, where the reference computes, float64 (``wide``)."""
+    known = (*FLOATS, torch.float64) if wide else FLOATS
+    if not (value is None and optional) and not (isinstance(value, torch.dtype) and value in known):
+        more = ", torch.float64" if wide else ""
+        raise FormatMismatch(f"{where}: {what} is {shown(value)}; need torch.float32{more}, torch.bfloat16 or torch.float16")
 
 
 def dense(where: str, what: str, t: Any, device: torch.device | None = None, error: type[Fp4Error] = FormatMismatch) -> torch.Tensor:
@@ -86,6 +88,17 @@ def dense(where: str, what: str, t: Any, device: torch.device | None = None, err
     if device is not None and t.device.type == "meta" and device.type != "meta":
         raise error(f"{where}: {what} is on the meta device and has no values; load it first, {device} needs them")
     return t
+
+
+def device(where: str, value: Any) -> torch.device:
+    """``value`` as a device that torch can use here."""
+    try:
+        found = torch.device(value)
+    except (RuntimeError, TypeError, ValueError):
+        raise FormatMismatch(f"{where}: {shown(value)} is no torch device; need 'cpu', 'cuda', 'cuda:1' ...") from None
+    if found.type == "cuda" and not 0 <= (found.index or 0) < torch.cuda.device_count():
+        raise FormatMismatch(f"{where}: {found} was asked for and torch sees {torch.cuda.device_count()} CUDA devices; use 'cpu'")
+    return found
 
 
 def path(where: str, value: Any, error: type[Fp4Error] = Fp4Error) -> Path:

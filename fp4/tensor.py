@@ -160,6 +160,7 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same tensor on another device."""
+        device = check.device("QuantizedTensor.to", device)
         moved = {n: t.to(device) for n in ("codes", "scale", "global_scale", "input_scale") if (t := getattr(self, n)) is not None}
         return replace(self, **moved)
 

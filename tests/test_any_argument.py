@@ -16,6 +16,8 @@ import fp4
 from fp4 import check, fuse
 from fp4.errors import shown
 from fp4.layout import Layout
+from fp4.ref.matmul import matmul as reference_matmul
+from fp4.ref.moe import moe as reference_moe
 from fp4.testing import mutants
 
 X = torch.randn(4, 64)
@@ -57,6 +59,9 @@ def _matmul(**more: Any) -> Any:
     return fp4.matmul(**({"x": torch.randn(3, 64), "w": fp4.prepare(Q)} | more))
 
 
+MOE = {"x": torch.randn(3, 64), "w13": W13, "w2": W2, "topk_ids": torch.zeros(3, 1, dtype=torch.int64), "topk_weights": torch.ones(3, 1)}
+MOE |= {"gate_up": "gate_up", "activation": fp4.SiLU()}
+
 VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
     "quantize": (fp4.quantize, {"x": X}, ("x", "format", "recipe", "global_scale", "axis", "encode_scale", "scale_layout")),
     "fake_quantize": (fp4.fake_quantize, {"x": X}, ("x", "format", "recipe", "global_scale", "axis", "encode_scale")),
@@ -83,6 +88,9 @@ VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
     "invert": (fp4.layouts["sf_128x4"].invert, {"y": X, "shape": (4, 4)}, ("y", "shape")),
     "offset": (fp4.layouts["sf_128x4"].offset, {"shape": (4, 4), "m": 0, "k": 0}, ("shape", "m", "k")),
     "mutants": (mutants, {}, ("layout",)),
+    "to": (Q.to, {}, ("device",)),
+    "reference matmul": (reference_matmul, {"x": torch.randn(3, 64), "q": Q}, ("x", "q", "bias", "out_dtype", "acc")),
+    "reference moe": (reference_moe, MOE, tuple(inspect.signature(reference_moe).parameters)),
     "fuse": (fuse.fuse, {}, ("parts",)),
     "stack": (fuse.stack, {}, ("experts",)),
     "shard": (fuse.shard, {"q": Q, "dim": "n", "rank": 0, "size": 2}, ("q", "dim", "rank", "size", "gate_up", "unit")),
@@ -99,6 +107,8 @@ VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
 def test_anything_is_taken_or_refused_in_one_sentence(verb: str, name: str) -> None:
     call, given, _ = VERBS[verb]
     for kind, thing in _things().items():
+        if name == "requantize" and callable(thing):
+            continue  # it is called
         try:
             call(**(given | {name: thing}))
         except fp4.Fp4Error as error:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from fp4.errors import FormatMismatch
+from fp4 import check
+from fp4.errors import FormatMismatch, shown
 from fp4.ref.quantize import dequantize_blocks
 from fp4.tensor import QuantizedTensor, refuse_extras
 
@@ -44,9 +45,8 @@ def expert(q: QuantizedTensor, e: int) -> QuantizedTensor:
 
 def check_input(where: str, x: torch.Tensor, k: int, device: torch.device) -> None:
     """Refuse an input that is not a float tensor [..., k] on the weight's device."""
-    if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise FormatMismatch(f"{where}: x is {got}; need a floating-point tensor [..., {k}]")
+    if not check.dense(where, "x", x).dtype.is_floating_point:
+        raise FormatMismatch(f"{where}: x is {x.dtype}; need a floating-point tensor [..., {k}]")
     if x.ndim < 1 or x.shape[-1] != k:
         raise FormatMismatch(f"{where}: x has shape {list(x.shape)}; the weight needs [..., {k}]")
     if x.device != device:
@@ -57,9 +57,8 @@ def check_bias(where: str, bias: torch.Tensor | None, shape: tuple[int, ...], de
     """Refuse a bias of another shape or device."""
     if bias is None:
         return
-    if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point or tuple(bias.shape) != shape:
-        got = f"{bias.dtype} {list(bias.shape)}" if isinstance(bias, torch.Tensor) else type(bias).__name__
-        raise FormatMismatch(f"{where}: bias is {got}; need floating point {list(shape)}")
+    if not check.dense(where, "bias", bias).dtype.is_floating_point or tuple(bias.shape) != shape:
+        raise FormatMismatch(f"{where}: bias is {bias.dtype} {list(bias.shape)}; need floating point {list(shape)}")
     if bias.device != device:
         raise FormatMismatch(f"{where}: bias is on {bias.device}, the weight on {device}; move both to one device")
 
@@ -89,8 +88,11 @@ def matmul(
     tensor([[16., 16.]])
     """
     where = "matmul"
-    if acc not in ACCUMULATORS:
-        raise FormatMismatch(f"{where}: acc is {acc}; need torch.float32 or torch.float64")
+    if not isinstance(acc, torch.dtype) or acc not in ACCUMULATORS:
+        raise FormatMismatch(f"{where}: acc is {shown(acc)}; need torch.float32 or torch.float64")
+    check.float_dtype(where, "out_dtype", out_dtype, optional=True, wide=True)
+    if not isinstance(q, QuantizedTensor):
+        raise FormatMismatch(f"{where}: the weight is {type(q).__name__}; need a QuantizedTensor [n, k]")
     if q.codes.ndim != 2:
         raise FormatMismatch(f"{where}: the weight has shape {list(q.shape)}; need [n, k], or call fp4.moe for stacked experts")
     refuse_extras(where, q)

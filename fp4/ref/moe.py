@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fp4.check import choice, dense, float_dtype
 from fp4.errors import FormatMismatch, shown
 from fp4.ref import activation as activations
 from fp4.ref.activation import Activation
@@ -92,8 +93,7 @@ def _order(where: str, gate_up: str | None, act: Activation, parts: tuple[Quanti
                 f"{where}: {act.name} has no gate, but w13 is given with gate/up order {shown(gate_up)}; pass gate_up=None"
             )
         return None
-    if gate_up is not None and gate_up not in GATE_UP_ORDERS:
-        raise FormatMismatch(f"{where}: gate_up is {shown(gate_up)}; need one of {', '.join(GATE_UP_ORDERS)}")
+    choice(where, "gate_up", gate_up, GATE_UP_ORDERS, optional=True)
     if len(parts) == 2:
         return gate_up
     recorded = parts[0].gate_up
@@ -126,6 +126,8 @@ def check_routing(where: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weig
     """Refuse ids and weights that do not fit ``x`` [t, h]. Values are not looked at: an id outside the local range is legal."""
     if x.ndim != 2:
         raise FormatMismatch(f"{where}: x has shape {list(x.shape)}; need [t, h]")
+    dense(where, "topk_ids", topk_ids)
+    dense(where, "topk_weights", topk_weights)
     if topk_ids.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64) or topk_ids.ndim != 2 or topk_ids.shape[0] != x.shape[0]:
         raise FormatMismatch(f"{where}: topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; need signed integers [{x.shape[0]}, topk]")
     if not topk_weights.dtype.is_floating_point or topk_weights.shape != topk_ids.shape:
@@ -170,8 +172,11 @@ def moe(
     quantiser followed by its dequantiser). Raises FormatMismatch when anything disagrees.
     """
     where = "moe"
-    if acc not in ACCUMULATORS:
-        raise FormatMismatch(f"{where}: acc is {acc}; need torch.float32 or torch.float64")
+    if not isinstance(acc, torch.dtype) or acc not in ACCUMULATORS:
+        raise FormatMismatch(f"{where}: acc is {shown(acc)}; need torch.float32 or torch.float64")
+    float_dtype(where, "out_dtype", out_dtype, optional=True, wide=True)
+    if requantize is not None and not callable(requantize):
+        raise FormatMismatch(f"{where}: requantize is {shown(requantize)}; need a function of a tensor, or None")
     p = check(w13, w2, gate_up=gate_up, activation=activation, bias13=bias13, bias2=bias2, local_experts=local_experts)
     check_input(where, x, p.hidden, w2.codes.device)
     check_routing(where, x, topk_ids, topk_weights)
