@@ -274,7 +274,8 @@ for plan, block, act, half in cases:
         assert kernel.shared <= 99 * 1024 or arch == 90, kernel.shared
         asm = kernel.compiled.asm
         assert ("wgmma.mma_async" in asm["ptx"]) == plan.large and ("mma.sync" in asm["ptx"]) != plan.large
-        assert ("griddepcontrol.wait" in asm["ptx"]) == plan.overlap
+        assert ("griddepcontrol.wait" in asm["ptx"]) == (arch >= 90)
+        assert kernel.compiled.metadata.launch_pdl == plan.overlap
         assert kernel.shared * dict(plan.config).get("per", 1) <= 227 * 1024
         if plan.large:
             sm, bad = sass.hazards(sass.disassemble(asm["cubin"]))

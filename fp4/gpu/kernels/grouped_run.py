@@ -131,7 +131,9 @@ class Chain:
         self.act = tuple(float(v) for v in acts.get(a.name, (0.0, 0.0, 0.0)))
         self.topk, self.tokens, self.large, self.window = topk, tokens, wide, window
 
-        pdl = plan.overlap and _overlaps(g.w13.device.index or 0, target)
+        #: the kernels are the same with and without overlap (``pdl`` does nothing after an ordinary launch), so plans share them
+        pdl = _overlaps(g.w13.device.index or 0, target)
+        over = pdl and plan.overlap
         bins = triton.next_power_of_2(g.experts + 1)
         chunk = _chunk(pairs)
         self.route = _compile(
@@ -151,7 +153,7 @@ class Chain:
             fit = None
             if ring:
                 fit = {"slot": 128 * c["U"] * (c["MT"] + c["EX"]) + 512 * c["C"] * (4 * c["U"] + 1), "per": per}
-            kernel, tail = _compile(product, pointers, c, warps, target, limit, pdl, fit)
+            kernel, tail = _compile(product, pointers, c, warps, target, limit, over, fit)
             alpha = window[i][0]
             weights = ((g.w13, g.s13), (g.w2, g.s2))[i]
             fixed = (*(t.data_ptr() for t in weights), alpha.data_ptr(), (alpha if bias is None else bias).data_ptr())
@@ -162,10 +164,10 @@ class Chain:
             ends.append((kernel, fixed, window[i][1], tail, grid))
         self.first, self.second = ends
         if wide:
-            self.permute = _compile(permute_rows, {}, {"K": g.hidden, "BLOCK": 1024, "PDL": pdl}, 4, target, pdl=pdl)
+            self.permute = _compile(permute_rows, {}, {"K": g.hidden, "BLOCK": 1024, "PDL": pdl}, 4, target, pdl=over)
             self.permute_grid = -(-tokens * hp // 2 // 1024)
         pointers = {"y_ptr": row, "ids_ptr": ids, "out_ptr": out}
-        self.reduce = _compile(reduce_kernel, pointers, {"H": g.hidden, "TOPK": topk, "BLOCK": 1024, "PDL": pdl}, 4, target, pdl=pdl)
+        self.reduce = _compile(reduce_kernel, pointers, {"H": g.hidden, "TOPK": topk, "BLOCK": 1024, "PDL": pdl}, 4, target, pdl=over)
         self.reduce_grid = -(-g.hidden // 1024)
 
     def launch(self, g: Grouped, x: int, ids: int, gamma: int, out: int, base: int, stream: int) -> None:
