@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from fp4 import check, env, formats
-from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, Unsupported
+from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, Unsupported, shown
 from fp4.formats import Format
 from fp4.gpu import registry
 from fp4.gpu.build import prepare, prepare_moe
 from fp4.gpu.device import Device
 from fp4.gpu.problem import Problem
 from fp4.prepared import Prepared, PreparedMoE, by_handle, exported_handle
+from fp4.ref import activation as activations
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["explain", "matmul", "moe", "prepare", "prepare_moe", "warmup"]
@@ -270,6 +271,14 @@ def explain(
             raise FormatMismatch(f"explain: {name} is {value}; {fmt} needs a multiple of its block {fmt.block}")
     if (sizes.get("topk") or 0) > (sizes.get("experts") or 1 << 63):
         raise FormatMismatch(f"explain: topk is {sizes['topk']} of {sizes['experts']} experts; need at most that many")
+    if sizes.get("activation") is not None:
+        sizes["activation"] = activations.get(sizes["activation"])
+    if sizes.get("local") is not None:
+        local = sizes["local"]
+        if not isinstance(local, (tuple, list)) or len(local) != 2:
+            raise FormatMismatch(f"explain: local is {shown(local)}; need (start, stop), the experts that are here")
+        stop = check.whole("explain", "the end of local", local[1], 0, sizes.get("experts"))
+        sizes["local"] = (check.whole("explain", "the start of local", local[0], 0, stop), stop)
     ranking = registry.rank(Problem(op=op, format=fmt, device=Device.of(device), **sizes), assume_installed)
     print(ranking)
     return ranking

@@ -107,6 +107,10 @@ def test_quantized_tensor_of_no_shape(more: dict[str, Any]) -> None:
         ({"device": "cpu", "n": 1 << 70}, "64 bits"),
         ({"device": "cpu", "k": 63}, "k is 63; nvfp4 needs a multiple of its block 16"),
         ({"device": "cpu", "op": "moe", "experts": -1}, "experts is -1"),
+        ({"device": "cpu", "op": "moe", "activation": "gelu"}, "'gelu' is not known"),
+        ({"device": "cpu", "op": "moe", "experts": 4, "local": (0, 9)}, "the end of local is 9; need a whole number from 0 to 4"),
+        ({"device": "cpu", "op": "moe", "local": (5, 2)}, "the start of local is 5"),
+        ({"device": "cpu", "op": "moe", "local": "x"}, "local is 'x'"),
         ({"device": "cpu", "op": "moe", "experts": 8, "topk": 9}, "topk is 9 of 8 experts"),
     ],
 )
@@ -129,3 +133,14 @@ def test_objects_of_bytes_compare_and_hash_by_identity() -> None:
 def test_the_scale_of_a_stored_parameter_carries_no_gradient() -> None:
     stored = fp4.quantize(torch.nn.Parameter(torch.randn(4, 64)), scale_layout="sf_128x4")
     assert not stored.global_scale.requires_grad
+
+
+def test_explain_takes_the_name_of_an_activation(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name must be asked about as the value that prepare_moe makes of it."""
+    for name, value in (("silu", fp4.SiLU()), ("situ", fp4.SiTU()), ("relu2", fp4.ReLU2())):
+        answers = [
+            fp4.explain(op="moe", format="nvfp4", device="sm100", activation=a, input_scale=True, assume_installed=True)
+            for a in (name, value)
+        ]
+        assert answers[0] == answers[1]
+        assert answers[0].problem.activation == value
