@@ -427,7 +427,7 @@ def test_errors_say_what_to_do(call: Any, text: str) -> None:
 def test_scales_written_straight_into_a_layout(layout: str, shape: tuple[int, ...]) -> None:
     """The kernel's own stores, torch's apply and the restored tensor agree; padding is the layout's fill.
 
-    Blocks go in the order of rows or in that of the stored scales (``STORED_ORDER``): both are compared.
+    Blocks go in the order of rows or in that of the stored scales (``STORED_BYTES``): both are compared.
     """
     fmt, x = fp4.NVFP4, randn(*shape, seed=5)
     plain, order = fp4.quantize(x, fmt), fp4.layouts[layout]
@@ -446,12 +446,26 @@ def test_scales_written_straight_into_a_layout(layout: str, shape: tuple[int, ..
     assert_same_bytes(q.restore().scale, plain.scale)
     g, gs = (t.to(DEVICE) for t in ref.resolve_global_scale(x, fmt, Recipe(), None, None, False))
     filled = dataclasses.replace(order, fill=0xA5)
-    for in_stored_order in (math.inf, golden.STORED_ORDER, 0):
+    for in_stored_order in (math.inf, golden.STORED_BYTES, 0):
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(golden, "STORED_ORDER", in_stored_order)
+            m.setattr(golden, "STORED_BYTES", in_stored_order)
             codes, scale = golden.quantize_blocks(x.to(DEVICE), fmt, Recipe(), g, gs, scale_layout=filled)
         assert_same_bytes(codes, plain.codes)
         assert_same_bytes(scale, filled.apply(plain.scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("fmt", "layout"), [(fp4.NVFP4, "sf_128x4"), (fp4.MXFP4, "sf_128x4"), (fp4.NVFP4, "sf_8x4")], ids=str)
+def test_stored_scales_by_programs_of_the_device(fmt: Format, layout: str, dtype: torch.dtype) -> None:
+    """As many blocks a program as on a GPU (the interpreter takes all at once): borders within tiles and experts, padding."""
+    x, order = randn(3, 122, 4 * fmt.block, seed=6).to(dtype), dataclasses.replace(fp4.layouts[layout], fill=0xA5)
+    g, gs = ref.resolve_global_scale(x, fmt, Recipe(), None, None, False)
+    codes, plain = ref.quantize_blocks(x, fmt, Recipe(), g, gs)
+    on = [None if t is None else t.to(DEVICE) for t in (g, gs)]
+    tile = golden.PAIR_BLOCKS_STORED[0] * fmt.block
+    got, scale = golden.quantize_blocks(x.to(DEVICE), fmt, Recipe(), *on, scale_layout=order, tile=tile)
+    assert_same_bytes(got, codes)
+    assert_same_bytes(scale, order.apply(plain))
 
 
 def test_kernels_refuse_operands_of_another_device() -> None:
@@ -624,7 +638,7 @@ def test_64_bit_offsets_give_the_same_bytes(shape: tuple[int, ...], monkeypatch:
     wide = torch.cat((x, x), -1)[..., :160]
     want = fp4.quantize(x, "mxfp4")
     monkeypatch.setattr(golden, "WIDE_FROM", 0)
-    monkeypatch.setattr(golden, "STORED_ORDER", math.inf)
+    monkeypatch.setattr(golden, "STORED_BYTES", math.inf)
     for t in (x, wide):
         codes, scale = golden.quantize_blocks(t.to(DEVICE), fp4.MXFP4, Recipe())
         assert_same_bytes(codes, want.codes)

@@ -29,15 +29,14 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 
 #: elements a program, compiled and in the interpreter (where a launch costs more than its work)
 TILE, TILE_INTERPRETED = 4096, 1 << 17
-#: the same of dequantising, two 16-byte stores a thread
+#: the same of dequantising, two 16-byte stores a thread: 0 to 2% faster than 4096 for every format (benchmarks/notes/quantize.md)
 DEQUANTIZE_TILE = 2048
-#: (blocks of bf16 pairs, warps) a program: two blocks a thread and a warp for itself; where a thread holds more, one block
-PAIR_BLOCKS, PAIR_BLOCKS_WIDE = (64, 1), (128, 4)
-#: behind an activation a block of 32 on two threads: all loads of a thread then leave before it waits for the first
-ACT_HALVES = True
-#: blocks go in the order in which a layout stores their scales where that is in runs and padding makes no more than this many of one (the
-#: work is done for padding too); else in the order of rows. 0: never
-STORED_ORDER = 1.25
+#: (blocks of bf16 pairs, warps) a program, as measured: e2m1 has two blocks a thread and a warp for itself in the order of rows, 128
+#: blocks, so 128 bytes of scales, in the order of stored scales; a thread that holds more (e4m3 codes, activations) has one block
+PAIR_BLOCKS, PAIR_BLOCKS_STORED, PAIR_BLOCKS_HEAVY = (64, 1), (128, 2), (128, 4)
+#: blocks go in the order in which a layout stores their scales where that is in runs and there are at most this many stored bytes a block
+#: (the work is done for padding too); else in the order of rows
+STORED_BYTES = 1.25
 #: element offsets from here on need 64 bits
 WIDE_FROM = 2**31
 _ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -106,7 +105,7 @@ def quantize_blocks(
     digits, free, bytes_mat, fill, scale = _scale_storage(x, fmt, scale_layout, mats, rows_mat, blocks_row)
     if not blocks:
         return codes, scale.fill_(max(fill, 0))
-    stored = _runs(digits) and scale.numel() <= STORED_ORDER * blocks
+    stored = _runs(digits) and scale.numel() <= STORED_BYTES * blocks
     dividers = (*divider(blocks_row), *divider(rows_mat), 0, 0)
     if stored:
         blocks = scale.numel()
@@ -127,11 +126,13 @@ def quantize_blocks(
     aligned = (s_row | s_mat) % 2 == 0 and (rows.data_ptr() | (0 if both else other.data_ptr())) % 4 == 0
     pairs = chosen["PAIRS"] and (s_k == 1 or both) and aligned
     blocks_program, warps = TILE // fmt.block, 4
-    split = 2 if pairs and act >= 0 and fmt.block == 32 and ACT_HALVES else 1
-    if pairs:
-        blocks_program, warps = PAIR_BLOCKS if act < 0 and fmt.codes_per_byte == 2 else PAIR_BLOCKS_WIDE
-        blocks_program //= split
-    size = tile or (TILE_INTERPRETED if interpreted() else blocks_program * fmt.block)
+    # a block of 32 behind an activation is on two threads: all loads of a thread then leave before it waits for the first
+    split = 2 if pairs and act >= 0 and fmt.block == 32 else 1
+    if pairs and act < 0 and fmt.codes_per_byte == 2:
+        blocks_program, warps = PAIR_BLOCKS_STORED if stored else PAIR_BLOCKS
+    elif pairs:
+        blocks_program, warps = PAIR_BLOCKS_HEAVY
+    size = tile or (TILE_INTERPRETED if interpreted() else blocks_program // split * fmt.block)
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
     view = torch.int32 if pairs else torch.int16 if interpreted() and rows.dtype == torch.bfloat16 else rows.dtype
     if both and pairs:  # gates and ups, one behind the other
