@@ -23,6 +23,8 @@ ACT_DTYPES = (torch.bfloat16, torch.float16)
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 #: bytes of bf16 weights that the dequantising route holds at a time
 WORKSPACE = 128 << 20
+#: shared memory that small_m holds x in at most
+_X_BYTES = 96 << 10
 #: unrolled k steps of small_m at most; longer k goes to the next row of the table
 _STEPS = 40
 #: device index -> cudaStream_t of the current stream; absent in builds of torch without CUDA
@@ -184,12 +186,14 @@ class Dense:
         steps = -(-self.kt // (wk * u))
         mt = max(8, 1 << (m - 1).bit_length())
         xs = row["XS"]
+        held = 1 if m == 1 and xs else mt  # rows of x in a slot of wk * u tiles of 64 columns
+        slot = held * wk * u * 128
         if xs == 99:  # all of x in shared memory, where it fits beside two more blocks
-            xs = steps if steps * wk * u * 128 <= 98304 else 4
-        xs = min(xs, steps)
+            xs = steps if steps * slot <= _X_BYTES else 4
+        xs = min(xs, steps, max(2, _X_BYTES // slot))
         constants = {
             "K": self.k, **self._common(half, bias), "EVEN_N": self.n % (16 * r * wn) == 0, "WK": wk, "WN": wn, "R": r, "U": u,
-            "MT": mt, "MR": 1 if m == 1 and xs else mt, "SPLIT": 1, "D": row["D"], "XS": xs,
+            "MT": mt, "MR": held, "SPLIT": 1, "D": row["D"], "XS": xs,
         }  # fmt: skip
         signature = {
             "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32", "bias_ptr": bias_type, "y_ptr": _TYPES[out],
