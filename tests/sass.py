@@ -77,3 +77,41 @@ def serialised(sass: str) -> bool:
     code = re.findall(r"(?:GMMA\S*|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d)", sass)
     waits = sum(a.startswith("GMMA") and b.endswith("0x0") for a, b in itertools.pairwise(code))
     return 2 * waits > sum(c.startswith("GMMA") for c in code)
+
+
+def hand_over(sass: str) -> list[str]:
+    """What is wrong with the order in which a warp-specialised kernel of one partition hands work to its other warps; [] if nothing.
+
+    Triton's own traffic, which racecheck reports: the default warps write one byte a warp (which partition, 3 to end) and the captured
+    values, the other warps read both. Barrier 1 of the whole block must lie between each write and read:
+
+        default   write both, B, B, the kernel, B, write "end", B, exit
+        others    B, read the byte, read the values, B, the partition, B, and again from the start
+    """
+    code = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE)
+    split = next((i for i, t in enumerate(code) if re.match(r"STS \[UR\d+\+0x[0-9a-f]+\]", t)), None)
+    read = next((i for i, t in enumerate(code) if t.startswith("LDS.U8")), None)
+    if split is None or read is None or read > split:
+        return ["no byte is handed over"]
+    state = re.search(r"\+0x[0-9a-f]+\]", code[split])[0]  # type: ignore[index]
+    end = next(i for i in range(split, len(code)) if "EXIT" in code[i])
+    kind = {
+        "B": r"BAR\.SYNC\.DEFER_BLOCKING 0x1 ?$",
+        "W": r"STS \[UR\d+" + re.escape(state),
+        "r": r"LDS\.U8",
+        "v": r"LDS\S* R\d+, \[UR\d+\+0x",
+    }
+
+    def events(part: list[str]) -> str:
+        """In the order of the code: B barrier, W write of bytes, r and v reads of them and of values, s and l other writes and reads."""
+        seen = ""
+        for t in part:
+            found = next((c for c, p in kind.items() if re.match(p, t)), None)
+            seen += found or ("s" if re.match(r"(@!?U?P\d+ )?STS", t) else "l" if re.match(r"(@!?U?P\d+ )?LDS", t) else "")
+        return seen
+
+    first = next(i for i, t in enumerate(code) if re.match(kind["B"], t))
+    others = events(code[first : next(i for i in range(read, len(code)) if re.match(kind["B"], code[i])) + 1])
+    default = events(code[split:end])
+    bad = [] if re.fullmatch(r"Brv+B", others) else [f"other warps: {others}"]
+    return bad if re.fullmatch(r"[Ws]+BB[slv]*BWB", default) else [*bad, f"default warps: {default}"]

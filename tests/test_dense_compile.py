@@ -101,6 +101,7 @@ for kernel, per in {id(m[0]): m for m in made}.values():
     loops, bad = sass.hazards(code)
     assert not bad, (name, bad[:3])
     assert not sass.serialised(code), name
+    assert not name.startswith("ws_") or not sass.hand_over(code), (name, sass.hand_over(code))
     checked += loops > 0
 print("kernels", len(made), "checked", checked)
 """
@@ -115,6 +116,34 @@ def test_no_mma_operand_is_overwritten_in_flight(which):
     assert "checked" in done.stdout, done.stderr[-2000:]
     _, made, _, checked = done.stdout.split()
     assert int(made) == int(checked) >= (2 if which == "quick" else 18), done.stdout
+
+
+def test_the_hand_over_check_can_fail():
+    """Each barrier of Triton's hand-over taken away, the write of the bytes and the read of the values moved over theirs."""
+    import sass
+
+    others = [
+        "BAR.SYNC.DEFER_BLOCKING 0x1",
+        "LDS.U8 R0, [R0+UR25+0x1885c]",
+        "LDS.64 R2, [UR24+0x18000]",
+        "BAR.SYNC.DEFER_BLOCKING 0x1",
+        "UTMALDG.2D [UR20], [UR12]",
+    ]
+    write, barrier = ["STS [UR6+0x18860], R0", "STS.64 [UR6+0x18000], R2"], ["BAR.SYNC.DEFER_BLOCKING 0x1"]
+    work = ["BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", "@P0 STS [UR6+0x18000], R32", "LDS R115, [UR6+0x18000]"]
+    default = [*write, *barrier, *barrier, *work, *barrier, "STS [UR4+0x18860], R0", *barrier, "EXIT"]
+
+    def found(*code):
+        return sass.hand_over("".join(f"        /*{16 * i:04x}*/                   {t} ;\n" for i, t in enumerate(code)))
+
+    assert found(*others, *default) == []
+    for i in [i for i, t in enumerate(default) if t == barrier[0]]:
+        assert found(*others, *default[:i], *default[i + 1 :]), i
+    assert found(*others, *barrier, *write, *default[3:])
+    assert found(*others, *write, *barrier, *work[1:], *barrier, *barrier, "STS [UR4+0x18860], R0", *barrier, "EXIT")
+    assert found(others[0], others[1], others[3], others[2], *others[4:], *default)
+    assert found(*others[1:], *default)
+    assert found(*default)
 
 
 def test_the_hazard_check_can_fail():
@@ -203,4 +232,5 @@ def test_few_rows_fit_shared_memory():
     done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     _, compiled, _, counted = done.stdout.split()
-    assert int(compiled) >= 4 and int(counted) >= 12, done.stdout
+    assert int(compiled) >= 4, done.stdout
+    assert int(counted) >= 12, done.stdout
