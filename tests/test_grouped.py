@@ -187,6 +187,49 @@ def test_warmup_meets_every_set_of_kernels(experts, hidden, topk):
         assert len(warm) <= 10
 
 
+def test_plans_of_an_expert_parallel_rank_go_by_all_experts(monkeypatch):
+    """Four of 32 experts get an eighth of the pairs: 256 tokens of two slots are 16 rows an expert, not 128."""
+    import contextlib
+    from types import SimpleNamespace
+
+    from fp4.gpu.backends import _triton_moe
+    from fp4.gpu.kernels import grouped_run
+
+    picked = []
+
+    class Stub:
+        at = (0,) * 6
+
+        def __init__(self, g, *rest):
+            picked.append(rest[6])
+
+        def launch(self, *_):
+            pass
+
+    monkeypatch.setattr(grouped_run, "Chain", Stub)
+    monkeypatch.setattr(grouped_run, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(grouped_run, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    w13, w2 = tensors(MXFP4, 4, 96, 64, True)
+    kw = {"gate_up": "gate_up", "activation": SwiGLU()}
+    made = grouped.prepare(w13, w2, first=8, total=32, **kw)
+    arrays = {"w13.codes": made.w13, "w13.scale": made.s13, "w2.codes": made.w2, "w2.scale": made.s2}
+    problem = SimpleNamespace(format=MXFP4, local=(8, 12), experts=32, **kw)
+    bound = _triton_moe._bind(SimpleNamespace(problem=problem, shape=(4, 96, 64), arrays=arrays))
+    whole = grouped.prepare(w13, w2, **kw)
+    assert (made.total, bound.total, whole.total, bound.first, bound.experts) == (32, 32, 4, 8, 4)
+    ids, gamma = torch.zeros(256, 2, dtype=torch.int32), torch.ones(256, 2)
+    for g in (made, bound, whole):
+        grouped_run.run(torch.zeros(256, 96, dtype=torch.bfloat16), g, ids, gamma)
+    assert [(p.kernel, p.mt) for p in picked] == [("large", 32), ("large", 32), ("wide", 160)]
+    warmed = []
+    monkeypatch.setattr(grouped_run, "run", lambda x, *_: warmed.append(x.shape[0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    grouped_run.warmup(bound, 3000, 2)
+    assert sorted(set(warmed)) == grouped_run.kinds(32, 96, 2, 3000, (9, 0))
+
+
 def test_wide_plans_share_the_registers_of_an_sm():
     wide = [dict(p.config) for _, p in grouped_plan.plans((9, 0)) if p.kernel == "wide"]
     assert {(f["C"], f["per"]) for f in wide} == {(2, 2), (3, 1)}

@@ -66,7 +66,14 @@ def _bind(prepared: PreparedMoE) -> grouped.Grouped:
     _, hidden, inter = prepared.shape
     first = 0 if p.local is None else p.local[0]
     return grouped.from_arrays(
-        prepared.arrays, block=p.format.block, first=first, hidden=hidden, intermediate=inter, activation=p.activation, gate_up=p.gate_up
+        prepared.arrays,
+        block=p.format.block,
+        first=first,
+        total=p.experts or 0,
+        hidden=hidden,
+        intermediate=inter,
+        activation=p.activation,
+        gate_up=p.gate_up,
     )
 
 

@@ -70,6 +70,7 @@ class Grouped:
 
     w13, s13, w2, s2: bytes as ``layouts`` says, one leading entry an expert; alpha13, alpha2: f32 [experts, 2] per activation dtype, global
     scales (gate, up) times the power of two that the decode leaves over; bias13 f32 [experts, n] in stored row order, bias2 f32.
+    total: experts that ids speak of, here or elsewhere (0: those that are here).
     """
 
     block: int
@@ -85,8 +86,12 @@ class Grouped:
     bias13: torch.Tensor | None
     bias2: torch.Tensor | None
     windows: dict[torch.dtype, Any]
+    total: int = 0
     logical: dict[str, Any] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.total = self.total or self.experts
 
     @property
     def n13(self) -> int:
@@ -125,6 +130,7 @@ def from_arrays(
     intermediate: int,
     activation: Any,
     gate_up: str | None,
+    total: int = 0,
 ) -> Grouped:
     """The kernels' view of prepared arrays: names of ``PreparedMoE.arrays``, bytes as ``layouts``, bias13 in ``gate_up`` order.
 
@@ -149,7 +155,7 @@ def from_arrays(
     if bias2 is not None:
         bias2 = bias2.to(torch.float32).contiguous()
     parts = w13, arrays["w13.scale"], w2, arrays["w2.scale"]
-    return Grouped(block, experts, first, hidden, intermediate, act, *parts, bias13, bias2, found)
+    return Grouped(block, experts, first, hidden, intermediate, act, *parts, bias13, bias2, found, total)
 
 
 def prepare(
@@ -162,10 +168,12 @@ def prepare(
     bias2: torch.Tensor | None = None,
     gate_up_scale: torch.Tensor | None = None,
     first: int = 0,
+    total: int = 0,
 ) -> Grouped:
     """w13 [experts, 2i (or i), h], w2 [experts, h, i], rows and bias13 in ``gate_up`` order -> Grouped, on the weights' device.
 
-    gate_up_scale: f32 [experts, 2] (gate, up), instead of w13.global_scale. first: global id of expert 0 here.
+    gate_up_scale: f32 [experts, 2] (gate, up), instead of w13.global_scale. first: global id of expert 0 here; total:
+    experts that ids speak of (0: those given).
     Raises FormatMismatch or Unsupported before anything is written.
     """
     act = activations.get(activation)
@@ -193,7 +201,8 @@ def prepare(
         arrays["bias13"] = bias13
     if bias2 is not None:
         arrays["bias2"] = bias2
-    g = from_arrays(arrays, block=block, first=first, hidden=hidden, intermediate=inter, activation=act, gate_up=order)
+    sizes = {"first": first, "total": total, "hidden": hidden, "intermediate": inter}
+    g = from_arrays(arrays, block=block, activation=act, gate_up=order, **sizes)
     g.logical = {
         n: (q.format, tuple(q.codes.shape), tuple(q.scale.shape), q.global_scale, q.gate_up) for n, q in (("w13", w13), ("w2", w2))
     }

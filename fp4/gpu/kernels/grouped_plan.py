@@ -36,16 +36,16 @@ def large(mt: int, wn: int, r: int, low: int = 0, overlap: bool = False) -> Plan
     return Plan("large", mt, (("WN", wn), ("R", r), ("XS", 4), ("LOW", low or mt)), overlap)
 
 
-def wide(mt: int, ex: int, *, low: int = 0, c: int, xs: int, u: int, ahead: bool, rp: int, per: int, overlap: bool = False) -> Plan:
+def wide(mt: int, ex: int, *, low: int = 0, c: int, xs: int, u: int, ahead: bool, rp: int, per: int) -> Plan:
     """c warp groups of 64 weight rows multiply; blocks of at most mt + ex rows. ``per`` programs an SM share all its registers."""
     maxnreg = min(65536 // (128 * (c + 1) * per) // 8 * 8, 232)
     regs = min((maxnreg * (c + 1) - rp) // c // 8 * 8, 232)
     f = (("C", c), ("U", u), ("MT", mt), ("LOW", low or mt), ("EX", ex), ("XS", xs), ("AHEAD", ahead))
     f += (("RC", regs), ("RP", rp), ("maxnreg", maxnreg), ("per", per))
-    return Plan("wide", mt + ex, f, overlap)
+    return Plan("wide", mt + ex, f)
 
 
-#: most rows an expert (pairs / local experts) that a plan is chosen for, and the plan. Measured on an H200 with 128 experts at 0.03, 0.5, 2
+#: most rows an expert (pairs / experts) that a plan is chosen for, and the plan. Measured on an H200 with 128 experts at 0.03, 0.5, 2
 #: and 4 rows, then 8, 16, 32, 64 and 128 (benchmarks/notes/moe.md); the limits lie between those points, where blocks begin to overflow
 _ANY: tuple[tuple[float, Plan], ...] = ((1, small(8, 2, 2, 4)), (4, small(8, 1, 4, 4)))
 _REST = small(16, 2, 4, 2)
@@ -53,7 +53,7 @@ _HOPPER: tuple[tuple[float, Plan], ...] = (
     *_ANY,
     (12, large(16, 4, 2, overlap=True)),
     (24, large(32, 4, 2, low=16)),
-    (40, wide(32, 16, c=2, xs=4, u=2, ahead=True, rp=40, per=2, overlap=True)),
+    (40, wide(32, 16, c=2, xs=4, u=2, ahead=True, rp=40, per=2)),
     (80, wide(64, 32, c=3, xs=6, u=1, ahead=True, rp=56, per=1)),
     (float("inf"), wide(128, 32, low=64, c=3, xs=6, u=1, ahead=False, rp=56, per=1)),
 )
@@ -65,5 +65,5 @@ def plans(capability: tuple[int, int]) -> list[tuple[float, Plan]]:
 
 
 def choose(pairs: int, experts: int, capability: tuple[int, int]) -> Plan:
-    """The plan for ``pairs`` (token, slot) pairs over ``experts`` local experts."""
+    """The plan for ``pairs`` (token, slot) pairs over ``experts``, all that ids speak of: a rank with some has its share of pairs."""
     return next(p for most, p in plans(capability) if pairs <= most * experts)

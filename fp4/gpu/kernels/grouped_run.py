@@ -220,7 +220,7 @@ def run(
         _check(x, g, topk_ids, topk_weights, out)
         if len(g.calls) >= 4096:  # token counts seen; a chain is small, but a server may see many
             g.calls.clear()
-        p = plan or choose(tokens * topk, g.experts, _capability(index))
+        p = plan or choose(tokens * topk, g.total, _capability(index))
         with torch.cuda.device(index):
             chain = g.calls[key] = Chain(g, *key[:6], p, None)
     ws = torch.empty(chain.at[5], dtype=torch.uint8, device=x.device)
@@ -266,7 +266,10 @@ class Call:
 
 
 def kinds(experts: int, hidden: int, topk: int, m_max: int, capability: tuple[int, int]) -> list[int]:
-    """Token counts up to ``m_max``, one for every set of kernels that a chain can need: the first past each limit of its choices."""
+    """Token counts up to ``m_max``, one for every set of kernels that a chain can need: the first past each limit of its choices.
+
+    experts: all that ids speak of.
+    """
     limits = [most * experts for most, _ in plans(capability)[:-1]] + [_LOCAL // hidden, *_CHUNKS[:-1]]
     return sorted(t for t in {1, *(int(most) // topk + 1 for most in limits)} if t <= m_max)
 
@@ -274,7 +277,7 @@ def kinds(experts: int, hidden: int, topk: int, m_max: int, capability: tuple[in
 def warmup(g: Grouped, m_max: int, topk: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Compile and load every kernel that up to ``m_max`` tokens with ``topk`` slots and float32 routing weights can need."""
     device = g.w13.device
-    for t in kinds(g.experts, g.hidden, topk, m_max, _capability(device.index or 0)):
+    for t in kinds(g.total, g.hidden, topk, m_max, _capability(device.index or 0)):
         x = torch.zeros(t, g.hidden, dtype=dtype, device=device)
         ids = torch.arange(t * topk, device=device, dtype=torch.int32).reshape(t, topk) % g.experts + g.first
         for wide in (ids, ids.long()):
