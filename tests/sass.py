@@ -88,30 +88,28 @@ def hand_over(sass: str) -> list[str]:
         default   write both, B, B, the kernel, B, write "end", B, exit
         others    B, read the byte, read the values, B, the partition, B, and again from the start
     """
-    code = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE)
+    code = re.findall(r"^(?:\s+/\*[0-9a-f]{4,5}\*/\s+|(?=\.L_x_))(.*?)[;:]", sass, re.MULTILINE)
     split = next((i for i, t in enumerate(code) if re.match(r"STS \[UR\d+\+0x[0-9a-f]+\]", t)), None)
-    read = next((i for i, t in enumerate(code) if t.startswith("LDS.U8")), None)
-    if split is None or read is None or read > split:
+    if split is None:
         return ["no byte is handed over"]
-    state = re.search(r"\+0x[0-9a-f]+\]", code[split])[0]  # type: ignore[index]
     end = next(i for i in range(split, len(code)) if "EXIT" in code[i])
+    state = code[split].split(",")[0].split("+")[1]
     kind = {
+        "|": r"\.L_x_",
         "B": r"BAR\.SYNC\.DEFER_BLOCKING 0x1 ?$",
-        "W": r"STS \[UR\d+" + re.escape(state),
+        "W": r"STS \[UR\d+\+" + re.escape(state),
         "r": r"LDS\.U8",
         "v": r"LDS\S* R\d+, \[UR\d+\+0x",
+        "s": r"(@!?U?P\d+ )?STS",
+        "l": r"(@!?U?P\d+ )?LDS",
     }
 
     def events(part: list[str]) -> str:
-        """In the order of the code: B barrier, W write of bytes, r and v reads of them and of values, s and l other writes and reads."""
-        seen = ""
-        for t in part:
-            found = next((c for c, p in kind.items() if re.match(p, t)), None)
-            seen += found or ("s" if re.match(r"(@!?U?P\d+ )?STS", t) else "l" if re.match(r"(@!?U?P\d+ )?LDS", t) else "")
-        return seen
+        """In the order of the code: label, barrier, write and read of bytes, read of values, other writes (s) and reads (l)."""
+        return "".join(next((c for c, p in kind.items() if re.match(p, t)), "") for t in part)
 
-    first = next(i for i, t in enumerate(code) if re.match(kind["B"], t))
-    others = events(code[first : next(i for i in range(read, len(code)) if re.match(kind["B"], code[i])) + 1])
-    default = events(code[split:end])
-    bad = [] if re.fullmatch(r"Brv+B", others) else [f"other warps: {others}"]
+    others, default = events(code[:split]) + "|" + events(code[end:]), events(code[split:end]).replace("|", "")
+    good = others.count("r") == others.count("Br") == 1 and not set("Wsl") & set(others)
+    values = "".join(re.findall(r"\|(v+)B", others))
+    bad = [] if good and 0 < len(values) == others.count("v") else [f"other warps: {others}"]
     return bad if re.fullmatch(r"[Ws]+BB[slv]*BWB", default) else [*bad, f"default warps: {default}"]

@@ -122,26 +122,31 @@ def test_the_hand_over_check_can_fail():
     """Each barrier of Triton's hand-over taken away, the write of the bytes and the read of the values moved over theirs."""
     import sass
 
+    barrier = ["BAR.SYNC.DEFER_BLOCKING 0x1"]
     others = [
-        "BAR.SYNC.DEFER_BLOCKING 0x1",
+        *barrier,
         "LDS.U8 R0, [R0+UR25+0x1885c]",
+        "BRX R2",
+        ".L_x_2",
         "LDS.64 R2, [UR24+0x18000]",
-        "BAR.SYNC.DEFER_BLOCKING 0x1",
+        *barrier,
         "UTMALDG.2D [UR20], [UR12]",
     ]
-    write, barrier = ["STS [UR6+0x18860], R0", "STS.64 [UR6+0x18000], R2"], ["BAR.SYNC.DEFER_BLOCKING 0x1"]
+    write = ["STS [UR6+0x18860], R0", "STS.64 [UR6+0x18000], R2"]
     work = ["BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", "@P0 STS [UR6+0x18000], R32", "LDS R115, [UR6+0x18000]"]
     default = [*write, *barrier, *barrier, *work, *barrier, "STS [UR4+0x18860], R0", *barrier, "EXIT"]
 
     def found(*code):
-        return sass.hand_over("".join(f"        /*{16 * i:04x}*/                   {t} ;\n" for i, t in enumerate(code)))
+        lines = [f"{t}:" if t.startswith(".L") else f"        /*{16 * i:04x}*/                   {t} ;" for i, t in enumerate(code)]
+        return sass.hand_over("\n".join(lines))
 
     assert found(*others, *default) == []
     for i in [i for i, t in enumerate(default) if t == barrier[0]]:
         assert found(*others, *default[:i], *default[i + 1 :]), i
     assert found(*others, *barrier, *write, *default[3:])
     assert found(*others, *write, *barrier, *work[1:], *barrier, *barrier, "STS [UR4+0x18860], R0", *barrier, "EXIT")
-    assert found(others[0], others[1], others[3], others[2], *others[4:], *default)
+    assert found(*default, ".L_x_9", *others) == []
+    assert found(*others[:4], others[5], others[4], others[6], *default)
     assert found(*others[1:], *default)
     assert found(*default)
 
