@@ -60,7 +60,7 @@ def code(cubin: Path) -> dict[int, str]:
 
 
 def fits(text: str, kind: str) -> bool:
-    return re.search(r"\bLD" if kind == "Read" else r"\bST|\bATOMS|\bSYNCS", text) is not None
+    return re.search(r"\bLDS" if kind == "Read" else r"\bSTS|\bATOMS|\bSYNCS", text) is not None
 
 
 def whole(text: str) -> bool:
@@ -99,7 +99,7 @@ def main(cache: Path, name: str, reports: list[Path]) -> int:
                 address = int((re.findall(r"\+0x([0-9a-f]+)\]", text[at]) or ["0"])[0], 16)
                 if address == captured and not any(a <= captured < b for a, b, _ in buffers):
                     what = "captured"
-                elif address in (state, state + 8) or (address == state - 4 and "LDS.U8" in text[at]):  # warps from 4 on
+                elif address in (state, state + 8) or (address in (state - 4, state - 8) and "LDS.U8" in text[at]):  # warps from 4 or 8 on
                     what = "state" if all(b <= state for _, b, _ in buffers) else "OTHER"
                 else:
                     what = "OTHER"
