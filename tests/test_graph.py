@@ -206,9 +206,17 @@ def test_a_failed_capture_leaves_the_device_usable() -> None:
 
     replayed = Replay(call)
     args = torch.randn(3, 8, device="cuda"), torch.zeros(3, 1, dtype=torch.int32, device="cuda"), torch.ones(3, 1, device="cuda")
-    for _ in range(3):
+    assert torch.equal(replayed(*args, torch.float32), args[0])
+    with pytest.warns(UserWarning, match="cannot be captured"):
         assert torch.equal(replayed(*args, torch.float32), args[0])
+    assert torch.equal(replayed(*args, torch.float32), args[0])
     assert replayed.failed
+    assert torch.isfinite(torch.randn(5, device="cuda")).all()
+    again = Replay(lambda x, ids, weights, out: x.to(out) + 1)  # on the same stream
+    for _ in range(3):
+        assert torch.equal(again(*args, torch.float32), args[0] + 1)
+    assert again.plans
+    assert again.failed is None
     assert torch.isfinite(torch.randn(5, device="cuda")).all()
 
 

@@ -10,6 +10,7 @@ Plans belong to one stream: replays share a memory pool, which is safe because a
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,13 +50,14 @@ class _Plan:
         side.wait_stream(stream)
         with torch.cuda.stream(side):
             call(self.x, self.ids, self.weights, out)  # compiles this size, which must not happen in the capture
-            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
+                self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     self.y = call(self.x, self.ids, self.weights, out)
                 finally:
                     self.graph.capture_end()
             except BaseException:
+                _pools.pop(stream.cuda_stream)  # the allocator believes that it still records into this one
                 _mend(self.x)
                 raise
         stream.wait_stream(side)
@@ -100,6 +102,10 @@ class Replay:
                     plan = self.plans[key] = self.plan(self.direct, size, (x, ids, weights), out_dtype, stream)
                 except Exception as e:  # a library that cannot be captured still works, slowly
                     self.failed = f"{type(e).__name__}: {e}"
+                    why = self.failed.splitlines()[0]
+                    warnings.warn(
+                        f"triton_kernels: this layer's calls cannot be captured and replayed, so each costs its Python: {why}", stacklevel=2
+                    )
                     return self.direct(x, ids, weights, out_dtype)
             y: torch.Tensor = plan(x, ids, weights)
             return y
