@@ -158,7 +158,7 @@ def dense(lib: marlin.Library, fmt: str, ms: list[int], check: bool) -> list[dic
     flush = torch.empty(96 << 20, dtype=torch.uint8, device="cuda")
     for n in DENSE_N:
         q = weight(fmt, 1, n, DENSE_K, 5)
-        one = fp4.QuantizedTensor(fmt, q.codes[0], q.scale[0], None if q.global_scale is None else q.global_scale[0])
+        one = fp4.QuantizedTensor(fmt, q.codes[0], q.scale[0], None if q.global_scale is None else q.global_scale.reshape(()))
         ours, theirs = fp4.prepare(one, backend="triton"), marlin.Weight(q, n, DENSE_K)
         exact = fp4.dequantize(one, torch.float32)
         wide = exact.bfloat16()
