@@ -374,4 +374,5 @@ def test_a_forced_backend_is_what_explain_and_doctor_answer(
     ranking = fp4.explain(format="amdfp4", device="cpu")
     assert ranking.best == best
     assert re.search(words, capsys.readouterr().out.splitlines()[-1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what doctor asks about is the default device
     assert {row["backend"] for row in doctor.collect()["choices"] if row["op"] == "matmul"} == {best}
