@@ -1,8 +1,9 @@
 """Runs the barrier protocol of a warp-specialised kernel from its TTGIR, without a GPU: the producer and the warp groups of the default
 partition take turns at random, copies land late, and an MMA reads its slot until the wait that covers it.
 
-Only integers, branches, loops, mbarriers, copies and MMAs are interpreted; everything else is unknown. Found are: a wait that never ends,
-a copy into a slot that an MMA in flight reads, an MMA that reads another box than the one it should.
+Only integers, branches, loops, barriers, copies and MMAs are interpreted; everything else is unknown. Found are: a wait that never ends,
+a copy into a slot that an MMA in flight reads, an MMA that reads another box than the one it should, a tile of the output that leaves
+its buffer before all have written it, or is overwritten before it has left.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ class Machine:
     copies: list[Any] = field(default_factory=list)
     flying: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
+    arrived: int = 0
+    turns: int = 0
+    written: dict[int, int] = field(default_factory=dict)
+    leaving: bool = False
+    outputs: list[tuple[int, int]] = field(default_factory=list)
+    counted: dict[int, int] = field(default_factory=dict)
+    awaited: list[tuple[int, int]] = field(default_factory=list)
 
     def land(self, copy: Any) -> None:
         slot, box, size, barrier = copy
@@ -136,11 +144,33 @@ class Run:
             for d in shape.split("x"):
                 size *= int(d)
             return (got[0] or names[0], got[1], size)
+        if op == "tt.addptr":
+            return got[0] + got[1] if None not in got else None
+        if op == "tt.atomic_rmw" and self.group < 0:
+            self.m.counted[got[0]] = self.m.counted.get(got[0], 0) + got[1]
+        if op == "tt.elementwise_inline_asm" and "ld.acquire" in rest:
+            self.m.awaited.append((got[0], got[1]))
         if op == "ttg.memdesc_trans":
             return got[0]
         if op.startswith("ttng."):
             return (yield from self.act(op[5:], rest, got))
+        if op in ("gpu.barrier", "ttg.barrier") and self.group >= 0:
+            yield from self.meet()
+        if op == "ttg.local_store" and self.group >= 0:
+            yield
+            if self.m.leaving:
+                raise Fault("a tile of the output is overwritten before it has left")
+            self.m.written[self.group] = self.m.written.get(self.group, 0) + 1
         return None
+
+    def meet(self) -> Iterator[Any]:
+        """All warp groups of the default partition."""
+        m, turn = self.m, self.m.turns
+        m.arrived += 1
+        if m.arrived == m.groups:
+            m.arrived, m.turns = 0, turn + 1
+        while m.turns == turn:
+            yield f"barrier {turn}"
 
     @staticmethod
     def arithmetic(op: str, rest: str, got: list[Any]) -> Any:
@@ -174,7 +204,7 @@ class Run:
 
     def act(self, op: str, rest: str, got: list[Any]) -> Iterator[Any]:
         m = self.m
-        barrier = m.barriers.get(got[0][:2]) if isinstance(got[0], tuple) else None
+        barrier = m.barriers.get(got[0][:2]) if got and isinstance(got[0], tuple) else None
         if op == "init_barrier":
             if self.group in (-1, 0):
                 n = int(re.search(r", (\d+) :", rest)[1])
@@ -192,6 +222,15 @@ class Run:
             _, row, column, slot, full, _ = got
             m.copies.append((slot[:2], (row, column), slot[2], m.barriers[full[:2]]))
             yield
+        elif op == "async_tma_copy_local_to_global" and self.group == 0:
+            yield
+            if any(m.written.get(g) != len(m.outputs) + 1 for g in range(m.groups)):
+                raise Fault("a tile of the output leaves before all have written it")
+            m.outputs.append((got[1], got[2]))
+            m.leaving = True
+        elif op == "async_tma_store_wait" and self.group == 0:
+            yield
+            m.leaving = False
         elif op == "warp_group_dot":
             slot, n = got[1][:2], m.done.setdefault(self.group, 0)
             want = m.expected[n] if n < len(m.expected) else None
@@ -207,8 +246,15 @@ class Run:
         return None
 
 
-def simulate(ttgir: str, arguments: dict[str, int], expected: list[tuple[int, int]], groups: int, seed: int = 0) -> None:
-    """Run block ``arguments["pid"]`` of ``arguments["blocks"]``; expected: the box (row, column) of x of each MMA. Raises Fault."""
+def simulate(
+    ttgir: str, arguments: dict[str, int], expected: list[tuple[int, int]], groups: int, seed: int = 0, outputs: Any = ()
+) -> Machine:  # fmt: skip
+    """Run block ``arguments["pid"]`` of ``arguments["blocks"]``. Raises Fault.
+
+    expected: the box (row, column) of x of each MMA; outputs: the boxes of y that leave by TMA. The machine returned has the counters in
+    memory that the block added to in front of its partitions, and what its producer waited for (address, least value), which the model
+    does not wait for; pointers are integers, counted in elements.
+    """
     pick = random.Random(seed)
     lines = [re.sub(r"\s*loc\([^()]*\)", "", line).strip() for line in ttgir.splitlines()]
     first = next(i for i, line in enumerate(lines) if line.startswith("tt.func"))
@@ -247,3 +293,6 @@ def simulate(ttgir: str, arguments: dict[str, int], expected: list[tuple[int, in
             stuck.clear()
     if any(machine.done.get(g, 0) != len(expected) for g in range(groups)):
         raise Fault(f"{machine.done} MMAs, not {len(expected)}")
+    if machine.outputs != list(outputs):
+        raise Fault(f"boxes {machine.outputs} of the output, not {list(outputs)}")
+    return machine

@@ -86,7 +86,7 @@ def hand_over(sass: str) -> list[str]:
     values, the other warps read both. Barrier 1 of the whole block must lie between each write and read:
 
         default   write both, B, B, the kernel, B, write "end", B, exit
-        others    B, read the byte, read the values, B, the partition, B, and again from the start
+        others    B, read the byte, read the values (if the partition takes any), B, the partition, B, and again from the start
     """
     code = re.findall(r"^(?:\s+/\*[0-9a-f]{4,5}\*/\s+|(?=\.L_x_))(.*?)[;:]", sass, re.MULTILINE)
     split = next((i for i, t in enumerate(code) if re.match(r"STS \[UR\d+\+0x[0-9a-f]+\]", t)), None)
@@ -111,5 +111,5 @@ def hand_over(sass: str) -> list[str]:
     others, default = events(code[:split]) + "|" + events(code[end:]), events(code[split:end]).replace("|", "")
     good = others.count("r") == others.count("Br") == 1 and not set("Wsl") & set(others)
     values = "".join(re.findall(r"\|(v+)B", others))
-    bad = [] if good and 0 < len(values) == others.count("v") else [f"other warps: {others}"]
+    bad = [] if good and len(values) == others.count("v") else [f"other warps: {others}"]
     return bad if re.fullmatch(r"[Ws]+BB[slv]*BWB", default) else [*bad, f"default warps: {default}"]

@@ -1,4 +1,5 @@
-"""The ring of slots between the producer and the multiplying warps of ``ws_m`` and ``ws_fp8``, run from their TTGIR (``ring_model``)."""
+"""The ring of slots between the producer and the multiplying warps of ``ws_m``, ``ws_tiles`` and ``ws_fp8``, run from their TTGIR
+(``ring_model``), and the buffer through which ``ws_tiles`` lets tiles of the output out."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from ring_model import Fault, simulate
@@ -15,8 +17,12 @@ from fp4.gpu.kernels.dense import table
 
 pytestmark = pytest.mark.kernel
 
-#: name -> (kernel, BT, R, U, SK, XS, NW) of what no table picks: one slot a round
-EXTRA = {"one slot a round": ("ws", 128, 2, 2, 2, 6, 8)}
+#: name -> (kernel, BT, R, U, SK, XS, NW) of what no table picks: one slot a round; of tiles, with GM and HELP in place of U and SK
+EXTRA = {
+    "one slot a round": ("ws", 128, 2, 2, 2, 6, 8),
+    "tiles": ("tiles", 256, 1, 2, 0, 5, 8),
+    "tiles with helpers": ("tiles", 256, 1, 2, 1, 5, 8),
+}
 
 
 def table_rows():
@@ -27,6 +33,9 @@ def table_rows():
             if r["kernel"] == "ws":
                 one = ("ws8" if fp8 else "ws", r["BT"], r["R"], r.get("U", 2), r["SK"], r["XS"], r["NW"])
                 rows["-".join(map(str, one))] = one
+            if r["kernel"] == "tiles":
+                one = ("tiles", r["BT"], r["R"], r["GM"], r["HELP"], r["XS"], r["NW"])
+                rows["-".join(map(str, one))] = one
     for name in ("ws-256-1-4-2-3-8", "ws8-256-1-2-2-3-8"):
         rows[name + "-float32"] = rows[name]
     return rows
@@ -36,7 +45,7 @@ ROWS = table_rows()
 SCRIPT = """
 import json, sys, torch
 from triton.backends.compiler import GPUTarget
-from fp4.gpu.kernels import dense, dense_fp8, launch
+from fp4.gpu.kernels import dense, dense_fp8, dense_tiles, launch
 launch.compile_only(GPUTarget("cuda", 90, 32))
 made = []
 for name in ("build", "build_ring"):
@@ -51,11 +60,18 @@ for name, (kernel, bt, r, u, sk, xs, nw) in json.loads(sys.argv[1]).items():
     if kernel == "ws8":
         d = dense_fp8.Dense8(none, none, torch.full((1000,), 120, dtype=torch.uint8), None, 1000, 1056, True)
         d._plan(dense_fp8.Specialised(bt, r, sk, xs, nw), torch.bfloat16, to, None)
+    elif kernel == "tiles":
+        # rows of x enough for more tiles than a group, and with help a few multiprocessors without a tile
+        d = dense.Dense(none, none, None, 1000, 1056, 16, about, "sm90")
+        launch.processors = lambda device: 132 if sk else 1
+        dense_tiles._RATE = 1 << 30
+        d._plan(4000, False, to, None, dict(kernel="tiles", BT=bt, R=r, GM=u, HELP=sk, XS=xs, NW=nw, PDL=1))
     else:
         d = dense.Dense(none, none, None, 1000, 1056, 16, about, "sm90")
         row = dict(kernel="ws", BT=bt, R=r, U=u, SK=sk, XS=xs, NW=nw, CUT=1, PER=1)
         d._plan(300, False, to, None, row)
-    k, constants = next(m for m in reversed(made) if m[0].compiled.metadata.name in ("ws_m", "ws_fp8"))
+    k, constants = next(m for m in reversed(made) if m[0].compiled.metadata.name in ("ws_m", "ws_tiles", "ws_fp8"))
+    assert kernel != "tiles" or constants["HELP"] == bool(sk), name
     assert k.shared <= launch.SHARED - launch.BLOCK_SHARED, (name, k.shared)
     out[name] = k.compiled.asm["ttgir"], constants["XS"]
 json.dump(out, open(sys.argv[2], "w"))
@@ -93,7 +109,50 @@ def run(name, ttgir, m, n, kt, blocks, whole=False, seed=0):
         simulate(ttgir, sizes, boxes, nw // 4, seed + pid)
 
 
-@pytest.mark.parametrize("name", ROWS)
+def place(i, tiles_m, tiles_n, group):
+    """Tile i of the order of ``ws_tiles``: groups of ``group`` tiles of rows of x, in a group all of them before the next tile of W."""
+    order = [
+        (pm, pn)
+        for first in range(0, tiles_m, group)
+        for pn in range(tiles_n)
+        for pm in range(first, min(first + group, tiles_m))
+    ]  # fmt: skip
+    return order[i]
+
+
+def run_tiles(name, ttgir, m, n, kt, blocks, helpers, seed=0):
+    """All blocks of a product by ``ws_tiles``: the helpers multiply nothing, the others together have each tile once."""
+    _, bt, r, group, _, _, nw = ROWS[name]
+    bn, nk, tiles_m = r * nw * 16, -(-kt // 4), -(-m // bt)
+    tiles_n = -(-n // bn)
+    tiles, seen, chunks = tiles_m * tiles_n, [], -(-kt // 32)
+    blocks, counted, awaited = min(blocks, tiles), Counter(), set()
+    for pid in range(helpers + blocks):
+        mine = [place(i, tiles_m, tiles_n, group) for i in range(pid - helpers, tiles, blocks)] if pid >= helpers else []
+        seen += mine
+        boxes = [(pm * bt, k * 64) for pm, _ in mine for k in range(nk * 4)]
+        sizes = {
+            "M": m, "N": n, "KT": kt, "words": kt * 32, "oc": 0, "pid": pid, "blocks": helpers + blocks, "helpers": helpers, "front": group,
+            "ready": 1, "flag_ptr": 0,
+        }  # fmt: skip
+        machine = simulate(ttgir, sizes, boxes, nw // 4, seed + pid, [(pm * bt, pn * bn) for pm, pn in mine])
+        counted.update(machine.counted)
+        awaited.update(machine.awaited)
+    assert sorted(seen) == [(pm, pn) for pm in range(tiles_m) for pn in range(tiles_n)]
+    if helpers:  # each chunk of x that permute_x has not done is waited for, and is brought into order whole
+        late = {pm * chunks + c for pm in range(tiles_m) for c in range(chunks) if pm >= group or c >= 1}
+        assert {at for at, least in awaited if least > 0} == late == {at for at in counted if at < tiles_m * chunks}
+        assert {least for _, least in awaited} <= {0, bt // 16}
+        assert all(counted[at] == bt // 16 for at in late)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row[0] == "tiles"])
+def test_tiles_of_the_output_leave_whole(name, kernels):
+    for i, (m, n, kt, blocks) in enumerate(((700, 700, 10, 5), (17, 300, 35, 4), (1500, 256, 4, 3), (1, 16, 1, 3))):
+        run_tiles(name, kernels[name][0], m, n, kt, blocks, 2 if ROWS[name][4] else 0, seed=i)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row[0] != "tiles"])
 def test_every_wait_ends_and_every_mma_reads_its_box(name, kernels):
     for i, (m, n, kt, blocks) in enumerate(((300, 700, 20, 5), (17, 300, 18, 4), (600, 512, 16, 7), (1, 16, 1, 3))):
         run(name, kernels[name][0], m, n, kt, blocks, seed=i)
@@ -111,6 +170,11 @@ def spoil(ttgir, what):
         return re.sub(release, rf"\g<1>{slot}\2", ttgir, count=1)
     if what == "never releases":
         return re.sub(r"ttng\.async_copy_mbarrier_arrive", "none.at_all", ttgir)
+    if what == "writes what is still leaving":
+        return ttgir.replace("ttng.async_tma_store_wait", "none.at_all")
+    if what == "lets out what is half written":
+        store, copy = ttgir.index("ttg.local_store"), ttgir.index("ttng.async_tma_copy_local_to_global")
+        return ttgir[:store] + re.sub(r"(gpu|ttg)\.barrier", "none.at_all", ttgir[store:copy]) + ttgir[copy:]
     if what == "does not wait for copies":
         return re.sub(r"ttng\.wait_barrier (%\w+), %phase", r"none.at_all \1, %phase", ttgir, count=1)
     return ttgir.replace("pendings = 1", "pendings = 2")  # what: "waits for the MMA before the last"
@@ -122,18 +186,23 @@ FAULTS = {
     "never releases": "nobody can go on",
     "does not wait for copies": "reads box",
     "waits for the MMA before the last": "overwrites",
+    "writes what is still leaving": "before it has left",
+    "lets out what is half written": "before all have written",
 }
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_the_model_finds_faults(what, kernels):
-    name = "one slot a round"
+    name = "tiles" if "leaving" in what or "half" in what else "one slot a round"
     broken = spoil(kernels[name][0], what)
     assert broken != kernels[name][0]
 
     def often():
         for seed in range(20):
-            run(name, broken, 600, 512, 40, 3, seed=seed)
+            if name == "tiles":
+                run_tiles(name, broken, 600, 512, 8, 3, 0, seed=seed)
+            else:
+                run(name, broken, 600, 512, 40, 3, seed=seed)
 
     with pytest.raises(Fault, match=FAULTS[what]):
         often()

@@ -75,13 +75,15 @@ ROUTES = [
 ]
 #: and every Hopper row that the table picks, once
 _PICKED = [{k: v for k, v in r.items() if k not in ("m_max", "n_min", "block")} for r in table()["sm90"]]
-ROUTES += list({str(r): r for r in _PICKED if r["kernel"] in ("wide", "ws")}.values())
+ROUTES += list({str(r): r for r in _PICKED if r["kernel"] in ("wide", "ws", "tiles")}.values())
 ROUTES_W4A8 = list({str(r): r for _, _, r in hopper_table()}.values())
 #: what no row of the table picks, each in a process of its own: one that never ends fails one test
 SPECIALISED = [
     {"kernel": "ws", "BT": 128, "R": 2, "U": 2, "SK": 2, "XS": 6, "NW": 8, "CUT": 0, "PER": 1, "PDL": 1},
     {"kernel": "ws", "BT": 64, "R": 2, "U": 4, "SK": 2, "XS": 8, "NW": 8, "CUT": 2, "PER": 1},
     {"kernel": "ws", "BT": 64, "R": 1, "U": 4, "SK": 2, "XS": 6, "NW": 4, "CUT": 1, "PER": 2, "PDL": 1},
+    {"kernel": "tiles", "BT": 256, "R": 1, "XS": 5, "NW": 8, "GM": 2, "HELP": 0, "PDL": 1},
+    {"kernel": "tiles", "BT": 256, "R": 1, "XS": 5, "NW": 8, "GM": 1, "HELP": 1, "PDL": 1},
     {"kernel": "ws8", "BT": 128, "R": 1, "SK": 1, "XS": 6, "NW": 8, "PDL": 1},
 ]
 SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056), (272, 8192)]
@@ -97,7 +99,7 @@ def forced(row, codes, scale, second, block):
 @pytest.mark.parametrize("row", ROUTES, ids=lambda r: "-".join(str(v) for v in r.values()))
 def test_every_route_every_shape(row, block):
     """Ragged n and k, one block of k, m from 1 up, both activation types, bias, other output types; output and memory poisoned."""
-    if row["kernel"] in ("wide", "ws") and torch.cuda.get_device_capability() != (9, 0):
+    if row["kernel"] in ("wide", "ws", "tiles") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("warp-group MMA needs a Hopper GPU (SM90)")
     every_shape(row, block)
 
@@ -135,8 +137,8 @@ def test_specialised_routes(row):
 
 def specialised(row):
     """One row of SPECIALISED, in this process."""
-    if row["kernel"] == "ws":
-        cases = ((16, 512, 1024, torch.bfloat16, False), (16, 257, 2880, torch.bfloat16, True), (32, 1000, 1056, torch.float16, True))
+    if row["kernel"] in ("ws", "tiles"):
+        cases = ((16, 512, 1024, torch.bfloat16, False), (16, 257, 2880, torch.bfloat16, True), (32, 1000, 2880, torch.float16, True))
         for block, n, k, dtype, biased in cases:
             codes, scale, second, w = weight(n, k, block, seed=n)
             d = forced(row, codes, scale, second, block)

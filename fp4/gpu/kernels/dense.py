@@ -168,9 +168,10 @@ class Dense:
 
     def _plan(self, m: int, half: bool, out: torch.dtype, bias: torch.Tensor | None, row: dict[str, Any] | None = None) -> Any:
         row = row or self.choose(m)
-        build = {"small": self._small, "wide": self._wide, "ws": self._ws, "plain": self._plain, "dequantize": self._dequantize}[
-            row["kernel"]
-        ]
+        build = {
+            "small": self._small, "wide": self._wide, "ws": self._ws, "tiles": self._tiles, "plain": self._plain,
+            "dequantize": self._dequantize,
+        }[row["kernel"]]  # fmt: skip
         return build(row, m, half, out, "*fp32" if bias is None else _TYPES[bias.dtype], bias is not None)
 
     def _common(self, half: bool, bias: bool) -> dict[str, Any]:
@@ -212,15 +213,18 @@ class Dense:
 
         return run
 
-    def _permute(self, counts: int) -> Any:
-        """``permute_x``: (x, m, stream, address of the output, address of ``counts`` counters to zero) -> None."""
+    def _permute(self, counts: int, tiles: int | None = None) -> Any:
+        """``permute_x``: (x, m, stream, address of the output, address of ``counts`` counters to zero) -> None.
+
+        tiles: how many tiles of 64 columns of each row are wanted, rounded up to 32; default all.
+        """
         from fp4.gpu.kernels.wide_m import permute_x
 
         block = min(32, 1 << (self.kt - 1).bit_length())
         signature = {"x_ptr": "*i32", "o_ptr": "*i32", "count_ptr": "*i32", "words": "i32", "tiles": "i32"}
         constants = {"B": block, "COUNTS": counts}
         kernel = launch.build(permute_x, signature, constants, num_warps=4, aligned=self._aligned(words=self.k // 2))
-        columns, k, kt = -(-self.kt // block), self.k, self.kt
+        columns, k, kt = -(-min(self.kt, tiles or self.kt) // block), self.k, self.kt
 
         def run(x: torch.Tensor, m: int, stream: int, out: int, count: int) -> None:
             kernel(m, columns, stream, x.data_ptr(), out, count, k // 2, kt, block, counts)
@@ -312,6 +316,13 @@ class Dense:
             kernel(blocks, 1, stream, *box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
 
         return run
+
+    def _tiles(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
+        from fp4.gpu.kernels import dense_tiles
+
+        if out.itemsize == 2 and self.n % 8 == 0:
+            return dense_tiles.plan(self, row, m, half, out, bias_type, bias)
+        return self._ws({**row, "U": 2, "SK": 1, "XS": 6, "CUT": 0, "PER": 1}, m, half, out, bias_type, bias)
 
     def _plain(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
         from fp4.gpu.kernels.plain import dense_plain

@@ -22,7 +22,8 @@ def gluon_reason() -> str | None:
     try:
         import fp4.gpu.kernels.small_m
         import fp4.gpu.kernels.wide_m
-        import fp4.gpu.kernels.ws_m  # noqa: F401
+        import fp4.gpu.kernels.ws_m
+        import fp4.gpu.kernels.ws_tiles  # noqa: F401
     except (ImportError, AttributeError) as e:
         return f"this Triton's Gluon lacks what the kernels use ({e})"
     return None
@@ -61,8 +62,8 @@ class Kernel:
         self.shared = int(compiled.metadata.shared)
         self._ready = False
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
-        self._expand: Any = None
-        self._boxes: dict[tuple[int, int, int], tuple[Any, ...]] = {}
+        self._expand: list[Any] | None = None
+        self._boxes: dict[tuple[int, int, int, int], tuple[Any, ...]] = {}
 
     def _bind(self) -> None:
         self._run = self.compiled.run
@@ -84,24 +85,24 @@ class Kernel:
         """Go past the wrapper with which Triton encodes a ``Box`` anew on every call (3 us): ``box`` keeps what it makes of one."""
         meta = getattr(self.compiled.metadata, "tensordesc_meta", None) or ()
         inner = inspect.getclosurevars(wrapped).nonlocals.get("launcher") if inspect.isfunction(wrapped) else None
-        if len(meta) == 1 and meta[0] is not None and callable(inner):
+        if meta and None not in meta and callable(inner):
             from triton.backends.nvidia.driver import make_tensordesc_arg
 
             self._direct = inner, head
-            self._expand = functools.partial(make_tensordesc_arg, metadata=meta[0])
+            self._expand = [functools.partial(make_tensordesc_arg, metadata=m) for m in meta]
 
-    def box(self, address: int, rows: int, columns: int) -> tuple[Any, ...]:
-        """What stands among the arguments for a ``Box``; encodings are kept, workspaces often have the same address."""
+    def box(self, address: int, rows: int, columns: int, which: int = 0) -> tuple[Any, ...]:
+        """What stands among the arguments for ``Box`` number ``which``; encodings are kept, workspaces often have the same address."""
         if not self._ready:
             self._bind()
         if self._expand is None:
             return (Box(address, rows, columns),)
-        key = (address, rows, columns)
+        key = (address, rows, columns, which)
         found = self._boxes.get(key)
         if found is None:
             if len(self._boxes) >= 256:
                 self._boxes.clear()
-            found = self._boxes[key] = tuple(self._expand(Box(*key)))
+            found = self._boxes[key] = tuple(self._expand[which](Box(address, rows, columns)))
         return found
 
     def __call__(self, gx: int, gy: int, stream: int, *args: Any) -> None:
