@@ -17,7 +17,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 def backend() -> str | None:
     """``FP4_BACKEND``: the backend that ``prepare`` must use, as if passed as ``backend=``; None when unset."""
-    return os.environ.get("FP4_BACKEND") or None
+    return os.environ.get("FP4_BACKEND", "").strip() or None
 
 
 def disabled() -> frozenset[str]:

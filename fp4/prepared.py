@@ -86,13 +86,13 @@ def pack(problem: Problem, weights: Weights, layouts: Mapping[str, Stored]) -> d
             out[prefix + part] = storage.apply(getattr(q, part), layouts[prefix + part], order, weights.device)
         for part in ("global_scale", "input_scale"):
             if getattr(q, part) is not None:
-                out[prefix + part] = getattr(q, part).to(weights.device).contiguous()
+                out[prefix + part] = storage.owned(getattr(q, part).to(weights.device))
     if weights.gate_up_scale is not None:
-        out["w13.global_scale"] = weights.gate_up_scale.to(weights.device)
+        out["w13.global_scale"] = storage.owned(weights.gate_up_scale.to(weights.device))
     for name in ("bias13", "bias2"):
         b = getattr(weights, name)
         if b is not None:
-            out[name] = b.to(weights.device).contiguous()
+            out[name] = storage.owned(b.to(weights.device))
     return out
 
 
@@ -173,7 +173,7 @@ class _Base:
                     f"{self._where}: these bytes were prepared for {self.problem.device} and are on {here}; "
                     "prepare again there: fp4.prepare(w.restore().to(device))"
                 )
-            call = registry.get(self.backend).run(self)
+            call = registry.run(self)
             object.__setattr__(self, "_call", call)
         return call  # type: ignore[no-any-return]
 

@@ -274,3 +274,16 @@ def test_docstring_lists_the_methods() -> None:
     for cls in (prepared_module.Prepared, prepared_module.PreparedMoE):
         for name in ("restore", "save", "shards", "explain", "warmup"):
             assert name in (cls.__doc__ or ""), f"{cls.__name__}: {name}"
+
+
+def test_local_experts_do_not_keep_the_others() -> None:
+    """A rank's arrays were views of all experts: the memory stayed, and a pickle carried everything (sglang#38073, of that kind)."""
+    w13, w2 = (random_weight(1, "nvfp4", 8, *shape) for shape in ((64, 64), (64, 32)))
+    bias = torch.randn(8, 64)
+    ex = fp4.prepare_moe(w13, w2, gate_up="gate_up", bias13=bias, bias2=bias, local_experts=(2, 3), backend="reference")
+    for name, t in ex.arrays.items():
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size(), name
+    everything = sum(q.nbytes for q in (w13, w2))
+    assert len(pickle.dumps(ex)) < everything / 2
+    whole = fp4.prepare_moe(w13, w2, gate_up="gate_up", backend="reference")
+    assert whole.arrays["w2.codes"].data_ptr() == w2.codes.data_ptr()  # nothing to change: no second copy

@@ -132,7 +132,7 @@ def _block(ck: Checkpoint, record: Record, report: TensorReport) -> None:
     assert record.format is not None
     kind = record.format.scale
     scale = Reader(ck.store, record, lambda text: None, True).stored_scale()
-    counts = torch.bincount(scale.reshape(-1).to(torch.int64), minlength=256) if scale.numel() else torch.zeros(256, dtype=torch.int64)
+    counts = torch.bincount(scale.reshape(-1).to(torch.int64), minlength=256) if scale.numel() else scale.new_zeros(256, dtype=torch.int64)
     values = torch.from_numpy(kind.values.copy()).double()
     used = (counts > 0) & ~values.isnan()
     if bool(used.any()):

@@ -12,6 +12,7 @@ import torch
 from fp4.checkpoint.index import Store
 from fp4.errors import CheckpointError
 from fp4.formats import Format
+from fp4.ref.matmul import product
 from fp4.ref.quantize import dequantize_blocks
 from fp4.tensor import EXTRAS, QuantizedTensor
 
@@ -305,7 +306,7 @@ def dequantize_record(
     ``fold``: return the weight that a plain linear needs: (w + lora_b lora_a) * pre_quant_scale.
     """
     store, record = reader.store, reader.record
-    out = torch.zeros(record.shape, dtype=dtype)
+    out = torch.zeros(record.shape, dtype=dtype, device="cpu")  # where the file is mapped, whatever the default device is
     if not out.numel():
         return out
     n, k = record.logical[-2:]
@@ -319,7 +320,7 @@ def dequantize_record(
             low, pre = extras
             value = value.float()
             if low is not None:
-                value = value + low[1][a:b] @ low[0]
+                value = value + product(low[1][a:b], low[0])
             if pre is not None:
                 value = value * pre
         view[e, a:b] = value.to(dtype)
@@ -354,7 +355,7 @@ def _fp8_pieces(store: Store, record: Record) -> Iterator[tuple[tuple[int, int, 
         mine = scale[e if scale.shape[0] > 1 else 0]
         for a in range(0, n, step):
             b = min(a + step, n)
-            rows = torch.arange(a, b) // bn
+            rows = torch.arange(a, b, device="cpu") // bn
             factor = mine[rows]
             factor = factor if bk >= k else factor.repeat_interleave(bk, -1)[:, :k]
             yield (e, a, b), weight[e, a:b].float() * factor

@@ -225,7 +225,7 @@ class SafetensorsFile:
         """u8 [nbytes]: the tensor's bytes, a view of the mapped file."""
         entry = self.entries[name]
         if entry.nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._map is None:
             raise self._error(f"is closed; open the checkpoint again to read {name[:200]!r}")
         return torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=self._start + entry.begin)

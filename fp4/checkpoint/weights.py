@@ -238,7 +238,7 @@ def cast_exponent(loader: Loader, weights: list[Weight]) -> int:
 
 def scalar_blob(name: str, value: float, shape: tuple[int, ...] = ()) -> Blob:
     """F32 scalar of shape [] or [1]."""
-    return Blob(name, "F32", shape, lambda: [torch.tensor([value], dtype=torch.float32).view(torch.uint8)])
+    return Blob(name, "F32", shape, lambda: [torch.tensor([value], dtype=torch.float32, device="cpu").view(torch.uint8)])
 
 
 def fp8_scheme(ck: Checkpoint, weight: Weight) -> tuple[str, tuple[int, int] | None]:

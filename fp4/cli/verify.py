@@ -26,7 +26,7 @@ def _same_bytes(a: Any, b: Any) -> bool:
         return False
     if a.axis % len(a.shape) != b.axis % len(b.shape) or not torch.equal(a.codes, b.codes) or not torch.equal(a.scale, b.scale):
         return False
-    ga, gb = (torch.ones(()) if q.global_scale is None else q.global_scale for q in (a, b))
+    ga, gb = (torch.ones((), device=q.device) if q.global_scale is None else q.global_scale for q in (a, b))
     return bool((ga == gb).all())
 
 

@@ -304,6 +304,11 @@ def _build(
                 raise Unsupported(f"{where}: no backend for the values of {problem}", {**ranking.reasons, **passed}) from e
             chosen = rest[0]
             log.warning("%s: %s was passed over for %s: %s", where, ", ".join(passed), chosen, list(passed.values())[-1])
+    if not isinstance(packed, Packed) or not packed.arrays or not all(isinstance(t, torch.Tensor) for t in packed.arrays.values()):
+        got = shown(packed.arrays if isinstance(packed, Packed) else packed)
+        raise BackendUnavailable(
+            f"{where}: prepare of backend {chosen!r} returned {got}; need a Packed of tensors; a fault of that backend"
+        )
     out = cls(
         backend=chosen,
         problem=problem,

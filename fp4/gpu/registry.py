@@ -26,18 +26,24 @@ import importlib
 import importlib.metadata
 import logging
 import pkgutil
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fp4 import env
 from fp4.errors import BackendUnavailable, FormatMismatch, Fp4Error, Unsupported, shown, unknown
 from fp4.gpu.problem import Problem
+from fp4.gpu.storage import Stored
 
 __all__ = ["Choice", "No", "Ok", "Ranking", "backends", "choose", "get", "probe", "rank", "reset"]
 
 log = logging.getLogger("fp4")
+#: of a backend: FP4_DISABLE separates with commas, messages end with a line
+_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,12 @@ def _discover() -> Iterator[tuple[str, ModuleType | No]]:
             continue
         if hasattr(module, "name") and hasattr(module, "supports"):
             yield module.name, module
-    for entry in importlib.metadata.entry_points(group="fp4.backends"):
+    try:
+        entries = list(importlib.metadata.entry_points(group="fp4.backends"))
+    except Exception as e:  # one broken distribution
+        yield "fp4.backends", No(f"the entry points of other distributions cannot be read: {type(e).__name__}: {e}")
+        return
+    for entry in entries:
         try:
             module = entry.load()
         except (Exception, SystemExit) as e:
@@ -134,8 +145,10 @@ def _discover() -> Iterator[tuple[str, ModuleType | No]]:
                 entry.name,
                 No(f"entry point {entry.value} is no backend: it has no {', '.join(missing)}; docs/backends.md has the protocol"),
             )
+        elif not isinstance(module.name, str) or not _NAME.fullmatch(module.name):
+            yield entry.name, No(f"entry point {entry.value} calls itself {shown(module.name)}; need letters, digits, '_', '-' and '.'")
         else:
-            yield str(module.name), module
+            yield module.name, module
 
 
 @functools.lru_cache(maxsize=1)
@@ -169,11 +182,13 @@ def _asked(name: str, what: str, ask: Any, *args: Any) -> Ok | No:
     """A backend's answer. One that raises, or answers something else, is a No: it must not take the others with it."""
     try:
         answer = ask(*args)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         return No(f"{what} failed: {type(e).__name__}: {e}; a fault of backend {name!r}, FP4_DISABLE={name} hides it")
-    if not isinstance(answer, Ok | No):
-        return No(f"{what} answered {answer!r}, which is neither Ok nor No; a fault of backend {name!r}")
-    return answer
+    if isinstance(answer, Ok) and type(answer.rank) is int and isinstance(answer.note, str):
+        return answer
+    if isinstance(answer, No) and isinstance(answer.reason, str):
+        return answer
+    return No(f"{what} answered {shown(answer)}, which is neither Ok nor No, with a whole rank and text; a fault of backend {name!r}")
 
 
 def reset() -> None:
@@ -202,12 +217,41 @@ def layouts(name: str, problem: Problem) -> dict[str, Any]:
     except Exception as e:
         fault = f"layouts failed: {type(e).__name__}: {e}"
     else:
-        missing = [p + part for p in prefixes for part in ("codes", "scale") if not isinstance(found, dict) or p + part not in found]
+        known = found if isinstance(found, dict) else {}
+        missing = [p + part for p in prefixes for part in ("codes", "scale") if p + part not in known]
+        missing += [f"{shown(part)} (need a Stored)" for part, stored in known.items() if not isinstance(stored, Stored)]
         if not missing or (isinstance(found, dict) and hasattr(module, "prepare")):
             kept: dict[str, Any] = found
             return kept
         fault = f"layouts names no storage for {', '.join(missing)}"
     raise BackendUnavailable(f"backend {name!r}: {fault}; a fault of that backend, FP4_DISABLE={name} hides it")
+
+
+def run(prepared: Any) -> Callable[..., torch.Tensor]:
+    """A backend's callable for a prepared weight. What one of another distribution returns is looked at in each call: a result of
+    another shape or dtype would go on as numbers."""
+    name, module = prepared.backend, get(prepared.backend)
+    call = module.run(prepared)
+    if not callable(call):
+        raise BackendUnavailable(f"backend {name!r}: run returned {shown(call)}, which cannot be called; a fault of that backend")
+    if str(getattr(module, "__name__", "")).startswith("fp4.gpu.backends."):
+        return call  # type: ignore[no-any-return]
+    checked = _checked(name, call, prepared.shape[0] if prepared.problem.op == "matmul" else prepared.shape[1])
+    if hasattr(call, "direct"):
+        checked.direct = _checked(name, call.direct, prepared.shape[1])  # type: ignore[attr-defined]
+    return checked
+
+
+def _checked(name: str, call: Callable[..., Any], columns: int) -> Callable[..., torch.Tensor]:
+    def checked(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        y, want = call(x, *args), ((x.shape[0], columns), args[-1], x.device)
+        if not isinstance(y, torch.Tensor) or (tuple(y.shape), y.dtype, y.device) != want:
+            raise BackendUnavailable(
+                f"backend {name!r}: its call returned {shown(y)}; need {want[1]} {list(want[0])} on {want[2]}; a fault of that backend"
+            )
+        return y
+
+    return checked
 
 
 def module(name: str) -> Any:
@@ -229,7 +273,7 @@ def assumed_verdict(name: str, problem: Problem) -> Ok | No:
 
 def _disabled(name: str) -> bool:
     disabled = env.disabled()
-    return name in disabled or getattr(module(name), "family", None) in disabled
+    return name in disabled or getattr(module(name), "family", None) in list(disabled)
 
 
 def verdict(name: str, problem: Problem) -> Ok | No:

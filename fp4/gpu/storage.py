@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from fp4.errors import LayoutError
 from fp4.tensor import GATE_UP_ORDERS
 
-__all__ = ["PLAIN", "Stored", "apply", "invert", "nbytes", "reorder_bias", "reorder_gate_up", "shards"]
+__all__ = ["PLAIN", "Stored", "apply", "invert", "nbytes", "owned", "reorder_bias", "reorder_gate_up", "shards"]
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,22 @@ def _one(t: torch.Tensor, s: Stored, order: str | None) -> torch.Tensor:
     return out
 
 
+def owned(t: torch.Tensor) -> torch.Tensor:
+    """``t``, contiguous, and a copy when it is a part of a larger storage: the local experts must not keep the others in memory, nor a
+    pickle of them carry the others along."""
+    t = t.contiguous()
+    return t.clone() if t.untyped_storage().nbytes() > t.numel() * t.element_size() else t
+
+
 def apply(t: torch.Tensor, s: Stored, order: str | None = None, device: torch.device | None = None) -> torch.Tensor:
     """``t u8 [(experts,) rows, cols]`` -> its stored bytes on ``device``, one leading entry an expert.
 
-    ``order`` is the gate/up order of the rows of ``t``. The result is ``t`` itself where nothing had to change.
+    ``order`` is the gate/up order of the rows of ``t``. The result is ``t`` itself where nothing had to change and ``t`` is no part of a
+    larger tensor.
     """
     device = device or t.device
     if s == PLAIN or (s.layout == "plain" and not s.encode and s.shape in (None, tuple(t.shape[-2:])) and s.order in (None, order)):
-        return t.to(device).contiguous()
+        return owned(t.to(device))
     if t.ndim == 2:
         return _one(t.to(device), s, order).contiguous()
     out: torch.Tensor | None = None

@@ -13,7 +13,8 @@ rounding would move values next to a tie).
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
 
 import torch
 
@@ -30,6 +31,7 @@ __all__ = [
     "encode_e4m3",
     "encode_ue5m3",
     "encode_ue8m0",
+    "kept",
     "pack_nibbles",
     "unpack_nibbles",
     "value_table",
@@ -41,7 +43,23 @@ SIGN = -0x80000000
 INT32 = torch.int32
 
 
-@lru_cache(maxsize=64)
+def kept(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Keep the constant tensor that ``make`` gives for a device.
+
+    Not where a dispatch mode or a functorch transform is active: what is made there may be a fake or a wrapped tensor, which breaks
+    every later call outside, and what was kept outside is a foreign tensor there.
+    """
+    known = lru_cache(maxsize=64)(make)
+
+    @wraps(make)
+    def get(*key: object) -> torch.Tensor:
+        special = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+        return make(*key) if special else known(*key)
+
+    return get
+
+
+@kept
 def value_table(elem: ElemFormat, device: torch.device) -> torch.Tensor:
     """f32 [2^bits]: the value of each code of ``elem``."""
     return torch.tensor(elem.values, dtype=torch.float32, device=device)

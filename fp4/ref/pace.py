@@ -36,7 +36,7 @@ def _keep_memory() -> None:
     """glibc gives memory back to the system after each temporary, and faults it in again for the next, until it has once freed a block that
     is larger: a block of 31 MB (32 is its limit) makes it keep what a group needs. Nothing is written to it.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 def paced(work: Callable[..., None], jobs: Iterable[tuple[Any, ...]], like: torch.Tensor) -> None:

@@ -6,14 +6,13 @@ Work goes in chunks of blocks (``fp4.ref.pace``), so temporary memory stays at a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
 from fp4.errors import FormatMismatch, Fp4Error
 from fp4.formats import Format
 from fp4.recipe import Recipe
-from fp4.ref.codes import INT32, decode, encode_magnitude, pack_nibbles, signed_code, value_table
+from fp4.ref.codes import INT32, decode, encode_magnitude, kept, pack_nibbles, signed_code, value_table
 from fp4.ref.pace import GROUP, paced
 from fp4.ref.scales import block_factor, default_global_scale, scale_bytes
 
@@ -224,7 +223,7 @@ def _quantize_into(
     paced(lambda chunk, piece, c, s: _quantize_group(chunk, piece, c, s, fmt, recipe, g, gs), groups(), x)
 
 
-@lru_cache(maxsize=64)
+@kept
 def _byte_values(fmt: Format, device: torch.device) -> torch.Tensor:
     """The f32 values of each byte of codes: [256] for 8-bit elements; for e2m1 [256] int64, each the bits of two values.
 

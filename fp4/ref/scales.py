@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from fp4.formats import Format
 from fp4.recipe import Recipe
-from fp4.ref.codes import EXPONENT, INT32, MANTISSA, decode, encode_magnitude
+from fp4.ref.codes import EXPONENT, INT32, MANTISSA, decode, encode_magnitude, kept
 
 __all__ = ["block_factor", "default_global_scale", "rcp_approx", "scale_bytes"]
 
@@ -22,7 +21,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 _TABLE = Path(__file__).with_name("rcp_approx_sm90.gz")
 
 
-@lru_cache(maxsize=8)
+@kept
 def rcp_approx_table(device: torch.device) -> torch.Tensor:
     """u8 [2^21]: 2 bits for each mantissa, low bits first; value - 1 = ulps from the correctly rounded reciprocal.
 
@@ -43,6 +42,8 @@ def rcp_approx(x: torch.Tensor) -> torch.Tensor:
 
 
 def reciprocal(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """1 / x in float32: a scalar made without a dtype is what the process calls its default, which engines set to bfloat16."""
+    x = x.to(torch.float32)
     return rcp_approx(x) if recipe.reciprocal == "rcp_approx_sm90" else torch.reciprocal(x)
 
 

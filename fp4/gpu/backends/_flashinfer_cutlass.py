@@ -244,7 +244,8 @@ def sm90_layout() -> str:
     our layout, so that a third layout is refused rather than fed to a GEMM that checks nothing.
     """
     helper = bind.need("interleave_moe_scales_for_sm90_mixed_gemm").bind(("scales",), {"group_size": 32})
-    sample = torch.randint(0, 256, (1, 128, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(90))
+    known = torch.Generator("cpu").manual_seed(90)
+    sample = torch.randint(0, 256, (1, 128, 8), dtype=torch.uint8, generator=known, device="cpu")
     theirs = helper(scales=sample)
     tag = {3: "A", 5: "B"}.get(theirs.ndim)
     if tag is not None:

@@ -19,12 +19,12 @@ def check(shim: Shim) -> str | None:
     shim.pad_n, shim.pad_k = _padding(shim)
     value = f"hopper_value_v3(pad_n={shim.pad_n},pad_k={shim.pad_k})"
     for n, k2 in ((48, 64), (96, 160)):
-        w = (torch.arange(n * k2) * 73 % 251).to(torch.uint8).view(1, n, k2)
+        w = (torch.arange(n * k2, device="cpu") * 73 % 251).to(torch.uint8).view(1, n, k2)
         theirs = _swizzle(shim, w, values=True)
         if not torch.equal(theirs, get(value).apply(w[0])):
             return f"HOPPER_VALUE of a {n} x {k2} tile"
     for warps in (4, 8):
-        s = (torch.arange(80 * 8) * 29 % 253).to(torch.uint8).view(1, 80, 8)
+        s = (torch.arange(80 * 8, device="cpu") * 29 % 253).to(torch.uint8).view(1, 80, 8)
         if not torch.equal(_swizzle(shim, s, values=False, num_warps=warps), get(f"hopper_sf(num_warps={warps},pad_k=4)").apply(s[0])):
             return f"HOPPER_SCALE with {warps} warps"
     return None
@@ -52,7 +52,7 @@ def _swizzle(shim: Shim, t: torch.Tensor, values: bool, num_warps: int = 8) -> t
 def _padding(shim: Shim) -> tuple[int, int]:
     """(rows n, bytes k) to which HOPPER_VALUE rounds up, read from the smallest tile that it takes."""
     lib = shim.found.tensor
-    t = torch.zeros((1, 16, 32), dtype=torch.uint8).mT
+    t = torch.zeros((1, 16, 32), dtype=torch.uint8, device="cpu").mT
     source = lib.wrap_torch_tensor(t, dtype=lib.FP4)
     layout = shim.value_layout(tuple(t.shape))
     out = lib.convert_layout(source, type(layout), mx_axis=1, mma_version=3) if shim.ogs else lib.convert_layout(source, layout)

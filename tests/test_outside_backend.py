@@ -1,0 +1,129 @@
+"""Backends of other distributions: whatever they answer, the others stay usable and no wrong result goes on as numbers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fp4
+from fp4.gpu import registry
+from fp4.gpu.backends import reference
+from fp4.gpu.registry import No, Ok
+from fp4.gpu.storage import Stored
+from fp4.prepared import Packed
+
+Q = fp4.quantize(torch.randn(96, 64), "nvfp4")
+X = torch.randn(5, 64)
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """``outside(name=..., run=...)``: an installed backend that wins, with some names replaced."""
+
+    def install(**names: Any) -> None:
+        good = {"name": "mine", "probe": lambda: Ok(), "supports": lambda p: Ok(1, "mine"), "layouts": reference.layouts}
+        module = types.SimpleNamespace(**(good | {"run": reference.run} | names))
+        entry = types.SimpleNamespace(name="mine", value="mine_fp4", load=lambda: module)
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+        registry.reset()
+
+    yield install
+    monkeypatch.undo()
+    registry.reset()
+
+
+def test_a_good_one_is_used(outside: Callable[..., None]) -> None:
+    outside()
+    w = fp4.prepare(Q)
+    assert w.backend == "mine"
+    assert torch.equal(fp4.matmul(X, w), X @ fp4.dequantize(Q).T)
+    assert fp4.matmul(X[None], w, out_dtype=torch.bfloat16).shape == (1, 5, 96)
+
+
+def _exits(*args: Any) -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("what", "answer"),
+    [
+        ("supports", lambda p: Ok("high")),  # type: ignore[arg-type]
+        ("supports", lambda p: Ok(None)),  # type: ignore[arg-type]
+        ("supports", lambda p: Ok(float("nan"))),  # type: ignore[arg-type]
+        ("supports", lambda p: Ok(True)),
+        ("supports", lambda p: Ok(1, None)),  # type: ignore[arg-type]
+        ("supports", lambda p: No(None)),  # type: ignore[arg-type]
+        ("supports", _exits),
+        ("probe", lambda: Ok(0, 5)),  # type: ignore[arg-type]
+        ("probe", _exits),
+        ("name", None),
+        ("name", ""),
+        ("name", "a,b"),
+        ("name", "a\nb"),
+        ("name", ["a"]),
+    ],
+)
+def test_what_is_no_answer_is_listed_and_not_used(outside: Callable[..., None], what: str, answer: Any) -> None:
+    outside(**{what: answer})
+    w = fp4.prepare(Q)
+    assert w.backend == "reference"
+    ranking = fp4.explain(device="cpu", n=96, k=64)
+    assert ranking.best == "reference"
+    assert "mine" in ranking.reasons
+    assert len(ranking.reasons["mine"].splitlines()) == 1
+
+
+def test_a_family_that_is_no_name(outside: Callable[..., None]) -> None:
+    outside(family=["x"])
+    assert fp4.prepare(Q).backend == "mine"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"run": lambda p: None}, "run returned None"),
+        ({"prepare": lambda p, w: None}, "returned None; need a Packed"),
+        ({"prepare": lambda p, w: Packed({})}, "need a Packed"),
+        ({"prepare": lambda p, w: Packed({"codes": 3})}, "need a Packed"),  # type: ignore[dict-item]
+        ({"layouts": lambda p: {"codes": "plain", "scale": "plain"}}, "need a Stored"),
+        ({"layouts": lambda p: {"codes": Stored(), "scale": Stored(), "more": 3}}, "need a Stored"),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence(outside: Callable[..., None], names: dict[str, Any], words: str) -> None:
+    outside(**names)
+    with pytest.raises(fp4.BackendUnavailable, match=words) as error:
+        fp4.prepare(Q)
+    assert "'mine'" in str(error.value)
+
+
+@pytest.mark.parametrize("op", ["matmul", "moe"])
+@pytest.mark.parametrize(
+    "result", [None, torch.zeros(1, 1), torch.zeros(6, 96), torch.zeros(5, 96).double(), torch.zeros(5, 96, device="meta")]
+)
+def test_a_result_of_another_shape_or_dtype_is_no_result(outside: Callable[..., None], op: str, result: Any) -> None:
+    outside(run=lambda p: lambda *args: result)
+    w13, w2 = fp4.quantize(torch.randn(2, 64, 64), "mxfp4"), fp4.quantize(torch.randn(2, 64, 32), "mxfp4")
+    w, ex = fp4.prepare(Q), fp4.prepare_moe(w13, w2, gate_up="gate_up")
+    ids, weights = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
+    calls = {"matmul": lambda: fp4.matmul(X, w), "moe": lambda: fp4.moe(X, ex, ids, weights)}
+    with pytest.raises(fp4.BackendUnavailable, match="'mine': its call returned"):
+        calls[op]()
+
+
+def test_metadata_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(group: str) -> Any:
+        raise ValueError("no metadata here")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", broken)
+    registry.reset()
+    try:
+        assert fp4.prepare(Q).backend == "reference"
+        assert "no metadata here" in registry.rank(fp4.prepare(Q).problem).reasons["fp4.backends"]
+    finally:
+        monkeypatch.undo()
+        registry.reset()

@@ -1,0 +1,147 @@
+"""What else a process has set changes no number: autocast, float32 precision, default dtype and device, fake tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp4
+import fp4.ref.matmul as reference
+from fp4 import formats
+from fp4 import recipe as recipes
+from fp4.ref import quantize as ref_quantize
+from fp4.ref import scales
+from fp4.ref.matmul import matmul
+from fp4.ref.moe import moe
+
+SAMPLES = Path(__file__).parent / "data" / "checkpoints"
+X, W = torch.randn(5, 64), torch.randn(96, 64)
+W13, W2 = fp4.quantize(torch.randn(4, 64, 64), "mxfp4"), fp4.quantize(torch.randn(4, 64, 32), "mxfp4")
+IDS, WEIGHTS = torch.tensor([[0, 3], [2, -1], [1, 1], [0, 2], [3, 2]]), torch.rand(5, 2)
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.fixture(params=["highest", "high", "medium", "onednn bf16", "all tf32"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "onednn bf16":
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    elif request.param == "all tf32":
+        torch.backends.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.backends.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+def _outputs() -> dict[str, torch.Tensor]:
+    q = fp4.quantize(W, "nvfp4")
+    ex = fp4.prepare_moe(W13, W2, gate_up="gate_up", activation=fp4.SiLU())
+    how: dict[str, Any] = {"gate_up": "gate_up", "activation": fp4.SiLU()}
+    return {
+        "matmul": fp4.matmul(X, fp4.prepare(q)),
+        "moe": fp4.moe(X, ex, IDS, WEIGHTS),
+        "reference matmul": matmul(X, q),
+        "reference moe": moe(X, W13, W2, IDS, WEIGHTS, **how),
+        "float64": matmul(X, q, acc=torch.float64),
+        "op": torch.ops.fp4.matmul(X, None, KEPT.handle, KEPT.n),
+        "fold": fp4.open_checkpoint(SAMPLES / "modelopt" / "nvfp4_svd").dequantize(
+            "model.layers.0.mlp.down_proj.weight", torch.float32, fold=True
+        ),
+    }
+
+
+KEPT = fp4.prepare(fp4.quantize(W, "nvfp4"))
+PLAIN = _outputs()
+
+
+def test_autocast_does_not_shorten_products() -> None:
+    """bfloat16 products are 3e-3 off, and the result would still be called float32."""
+    with autocast():
+        assert (X @ W.T).dtype == torch.bfloat16
+        got = _outputs()
+    for name, want in PLAIN.items():
+        assert torch.equal(got[name], want), name
+
+
+def test_float32_precision_does_not_shorten_products(precision: str) -> None:
+    got = _outputs()
+    for name, want in PLAIN.items():
+        assert float((got[name] - want).norm() / want.norm()) < 1e-6, (precision, name)
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    exact = a.double() @ b.double()
+    assert float((reference.product(a, b).double() - exact).norm() / exact.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_default_dtype_is_not_in_the_numbers(default: torch.dtype) -> None:
+    """Engines set it to the model's while they load. 1 / 6 in bfloat16 is another code for one element in three hundred."""
+    presets = [(recipes.get(name, fmt), formats.get(fmt)) for name in fp4.recipes.names() for fmt in ("nvfp4", "mxfp4")]
+
+    def numbers() -> list[Any]:
+        targets = [float(scales.reciprocal(torch.tensor(how.elem_max), how)) for how, _ in presets]
+        return [targets, *(ref_quantize.quantize_blocks(W, fmt, how)[0].tolist() for how, fmt in presets)]
+
+    want = numbers()
+    torch.set_default_dtype(default)
+    try:
+        assert numbers() == want
+        assert torch.equal(fp4.matmul(X, KEPT), PLAIN["matmul"])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_default_device_is_not_where_a_checkpoint_goes() -> None:
+    """Engines build models under ``torch.device("meta")`` or ``"cuda"``: values that go there are lost, or a copy that nobody asked for."""
+    for folder in ("modelopt/nvfp4", "amd_quark/mxfp4", "gpt_oss_mxfp4/hf", "deepseek_v4_style", "torchao/mxfp4"):
+        if not (SAMPLES / folder).exists():
+            continue
+        ck = fp4.open_checkpoint(SAMPLES / folder)
+        want = {name: ck.dequantize(name, torch.float32) for name in ck.names()}
+        with torch.device("meta"):
+            again = fp4.open_checkpoint(SAMPLES / folder)
+            for name, value in want.items():
+                assert torch.equal(again.dequantize(name, torch.float32), value), (folder, name)
+                got = again[name]
+                assert got.device.type == "cpu"
+    with torch.device("meta"):
+        assert all(torch.equal(value, PLAIN[name]) for name, value in _outputs().items())
+
+
+FAKE = """
+import sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+import fp4
+from fp4.ref.matmul import matmul
+
+w, x = torch.randn(96, 64), torch.randn(3, 64)
+for fmt in ("nvfp4", "mxfp4", "mxfp8"):
+    for recipe in ("default", "flashinfer_fast"):
+        if sys.argv[1] == "warm":
+            fp4.dequantize(fp4.quantize(w, fmt, recipe))
+        with FakeTensorMode():
+            q = fp4.quantize(torch.randn(96, 64), fmt, recipe)
+            assert fp4.dequantize(q).shape == (96, 64)
+            assert matmul(torch.randn(3, 64), q).shape == (3, 96)
+        q = fp4.quantize(w, fmt, recipe)
+        assert torch.allclose(fp4.matmul(x, fp4.prepare(q)), x @ fp4.dequantize(q).T, atol=1e-4)
+"""
+
+
+@pytest.mark.parametrize("first", ["cold", "warm"])
+def test_fake_tensors_leave_nothing_behind(first: str) -> None:
+    """A table kept from inside FakeTensorMode (export, estimates of memory) made every later call of the process fail."""
+    done = subprocess.run([sys.executable, "-c", FAKE, first], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
