@@ -166,6 +166,16 @@ _add(
     word=WORD_FRAG,
     pad=(16, 64),
 )
+_add(
+    "frag_w8",
+    "(no e2 g8) (ko t4 s4 h2 l2) -> no ko g8 t4 s4 e2 h2 l2",
+    "value",
+    "fp4 kernels: frag_w for products in e4m3, magnitudes as a selector of prmt, signs in the spare bits",
+    "fp4",
+    unit="nibble",
+    word=WORD_B,
+    pad=(16, 64),
+)
 _add("frag_sf16", "(no e2 g8) (ko v2 p2 t4) -> no ko g8 t4 v2 e2 p2", "scale", "fp4 kernels: NVFP4 scales of frag_w", "fp4", pad=(16, 16))
 _add("frag_sf32", "(no e2 g8) (ko v2 p2 t2) -> no ko g8 t2 v2 e2 p2", "scale", "fp4 kernels: MXFP4 scales of frag_w", "fp4", pad=(16, 8))
 

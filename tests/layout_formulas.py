@@ -232,6 +232,7 @@ def _(n: Index, k: Index, N: int, K: int) -> Index:
 
 # fp4's own fragment order: fp4/gpu/kernels reads lane g * 4 + t of mma m16n8k16, rows g and g + 8; lane t owns 16 columns in four steps
 @formula("frag_w")
+@formula("frag_w8")
 def _(n: Index, k: Index, N: int, K: int) -> Index:
     no, e, g = n // 16, n % 16 // 8, n % 8
     ko, t, s, h, low = k // 64, k % 64 // 16, k % 16 // 4, k % 4 // 2, k % 2
@@ -270,6 +271,7 @@ WORDS = {
     "sm90_mixed_fp4": _A,
     "sm90_mixed_fp4_fp8": _B,
     "frag_w": _FRAG,
+    "frag_w8": _B,
 }
 
 

@@ -70,26 +70,22 @@ def run(asm: str, inputs: dict[int, np.ndarray], outputs: int, wide: bool = Fals
             out = v[0] >> v[1]
         elif op == "add.u32":
             out = v[0] + v[1]
+        elif op == "sub.u32":
+            out = v[0] - v[1]
         elif op == "mul.lo.u32":
             out = v[0] * v[1]
         elif op == "mad.lo.u32":
             out = v[0] * v[1] + v[2]
         elif op == "prmt.b32":
-            sel = int(args[2], 0)
             both = v[0].astype(np.uint64) | (v[1].astype(np.uint64) << np.uint64(32))
-            parts = [((both >> np.uint64(8 * ((sel >> (4 * i)) & 7))) & np.uint64(0xFF)) << np.uint64(8 * i) for i in range(4)]
+            picks = [v[2].astype(np.uint64) >> np.uint64(4 * i) for i in range(4)]
+            assert all(((p & np.uint64(8)) == 0).all() for p in picks), "a selector asks for a sign to be spread"
+            parts = [((both >> (np.uint64(8) * (p & np.uint64(7)))) & np.uint64(0xFF)) << np.uint64(8 * i) for i, p in enumerate(picks)]
             out = sum(parts).astype(U32)
         elif op == "fma.rn.bf16x2":
             out = _b(_f(v[0], False) * _f(v[1], False) + _f(v[2], False), False)
         elif op == "mul.rn.f16x2":
             out = _b(_f(v[0], True) * _f(v[1], True), True)
-        elif op == "cvt.rn.satfinite.e4m3x2.f16x2":
-            import ml_dtypes
-
-            exact = _f(v[0], True)
-            byte = exact.astype(ml_dtypes.float8_e4m3fn)
-            assert np.array_equal(byte.astype(np.float64), exact), "a product is not exact in e4m3"
-            out = byte.view(np.uint8)[..., 0].astype(U32) | byte.view(np.uint8)[..., 1].astype(U32) << U32(8)
         else:
             raise AssertionError(f"unknown instruction {line}")
         regs[dst] = out

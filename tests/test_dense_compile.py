@@ -36,15 +36,16 @@ for kind, half, mt, mr, xs in ((16, False, 8, 1, 4), (32, True, 16, 16, 0)):
 if arch >= 89:
     from fp4.gpu.kernels import dense_fp8, plain_fp8
     sig8 = dict(x_ptr="*fp8e4nv", xs_ptr="*fp32", w_ptr="*i32", s_ptr="*i32", bias_ptr="*bf16", y_ptr="*bf16",
-        oc_ptr="*i32", ws_ptr="*fp32")
+        base_ptr="*i32", ws_ptr="*fp32")
     for _, _, (bm, r, u, warps, stages) in dense_fp8._PLAIN:
         k = launch.build(plain_fp8.dense_fp8_plain, sig8 | i("M N NT KT KB"), dict(HAS_BIAS=True, BM=bm, R=r, U=u), num_warps=warps,
             num_stages=stages, aligned=("N",), target=target)
         assert k.shared <= 99 * 1024, k.shared
         if arch == 89:
             assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in k.compiled.asm["ptx"]
-    launch.build(plain_fp8.quantize_x, dict(x_ptr="*bf16", o_ptr="*fp8e4nv", scale_ptr="*fp32", K="i32", KT="i32"),
-        dict(B=32, FRAG=False, PDL=False, ROUND=True), num_warps=8, target=target)
+    for once in (False, True):
+        launch.build(plain_fp8.quantize_x, dict(x_ptr="*bf16", o_ptr="*fp8e4nv", scale_ptr="*fp32", count_ptr="*i32", K="i32", KT="i32"),
+            dict(B=32, FRAG=False, PDL=False, ROUND=True, COUNTS=0, ONCE=once, IEEE=False), num_warps=8, target=target)
 if arch == 90:
     from fp4.gpu.kernels.wide_m import permute_x, wide_m
     for kind, split in ((16, 1), (32, 2)):

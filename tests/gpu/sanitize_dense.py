@@ -40,7 +40,7 @@ for name, row, shape in calls[part::parts]:
         forced(row, *small(n, k, block), block)(torch.randn(m, k).bfloat16().cuda())
     else:
         codes, scale, _ = small(272, 544, 32, (115, 122))
-        d = Dense8(layouts["frag_w"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, 272, 544, row is not None)
+        d = Dense8(layouts["frag_w8"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, 272, 544, row is not None)
         if row is not None:
             d._table = ((None, 0, row),)
         d(torch.randn(300, 544).bfloat16().cuda())

@@ -302,7 +302,8 @@ def test_host_time():
 def quantised(d, x, frag):
     """What the quantiser of d writes: e4m3 [m, kt * 64] in natural k order, f32 scales [m, 1]."""
     m, width = x.shape[0], d.kt * 64
-    space, _, _ = d.quantizer(x.dtype, frag)(x, m, torch.cuda.current_stream().cuda_stream)
+    space = torch.empty(m * (d.kt * 16 + 1), dtype=torch.int32, device="cuda")
+    d.quantizer(x.dtype, frag)(x, space, m, torch.cuda.current_stream().cuda_stream)
     q = space[: m * d.kt * 16].view(torch.uint8).reshape(m, width)
     if frag:  # words (s, t) of a tile back to (t, s)
         q = q.reshape(m, -1, 4, 4, 4).transpose(2, 3).reshape(m, width)
@@ -315,7 +316,7 @@ def w4a8(n, k, m, wide):
 
     codes, scale, _, _ = weight(n, k, 32, seed=m, scales=(115, 122))
     scale[1] += 40
-    d = Dense8(layouts["frag_w"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, n, k, wide)
+    d = Dense8(layouts["frag_w8"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, n, k, wide)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * torch.logspace(-3, 3, m, device="cuda")[:, None].bfloat16()
     return d, values(codes, scale, None, 32), x
 

@@ -29,7 +29,7 @@ def supports(problem: Problem) -> Ok | No:
 
 
 def layouts(problem: Problem) -> dict[str, Stored]:
-    codes, scale = dense.LAYOUT[problem.format.block]
+    codes, scale = dense_fp8.LAYOUT if problem.act == "fp8" else dense.LAYOUT[problem.format.block]
     return {"codes": Stored(codes), "scale": Stored(scale)}
 
 

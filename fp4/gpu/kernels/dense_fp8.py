@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp4.gpu.kernels import launch
+from fp4.gpu.kernels.decode_fp8 import BASE
 from fp4.gpu.kernels.dense import _TYPES, _raw_stream, table
 
 
@@ -23,7 +24,7 @@ class Wide(NamedTuple):
 
 
 class Specialised(NamedTuple):
-    """Constants of ``ws_fp8``; PER: blocks a multiprocessor."""
+    """Constants of ``ws_fp8``; PER: blocks a multiprocessor; CUT as in ``ws_m.share``; QW: warps that quantise a row of x."""
 
     BT: int
     R: int
@@ -32,10 +33,20 @@ class Specialised(NamedTuple):
     NW: int
     PER: int = 1
     PDL: bool = False
+    CUT: int = 0
+    GM: int = 8
+    TS: bool = False
+    QW: int = 8
+    PF: int = 0
 
 
-#: tiles of 64 columns that ``quantize_x`` takes at a time
+#: codes, scale
+LAYOUT = ("frag_w8", "frag_sf32")
+#: tiles of 64 columns that ``quantize_x`` takes at a time when a row has more than ONCE of them
 QUANTIZE = 32
+ONCE = 256
+#: counters of a product with cut tiles; with more tiles none is cut
+COUNTS = 1024
 
 
 def kernel_of(row: dict[str, Any]) -> Wide | Specialised:
@@ -76,7 +87,8 @@ class Dense8:
     """One MXFP4 weight for fp8 activations: ``Dense8(...)(x, bias, out_dtype) -> y``.
 
     ``y[m, n] = xs[m] * ws[n] * sum_k x8[m, k] * w8[n, k] (+ bias[n])`` with ``xs[m] = amax_k |x[m, k]| / 448``,
-    ``x8 = e4m3(x / xs)`` (nearest even), w8 and ws exact. codes, scale: as for ``dense.Dense``; base: ``plain_fp8.row_base`` u8 [n].
+    ``x8 = e4m3(x / xs)`` (nearest even), w8 and ws exact. codes: ``frag_w8`` bytes; scale: ``frag_sf32``
+    bytes; base: ``plain_fp8.row_base`` u8 [n].
     The tensor core adds e4m3 products with about 14 bits; nothing else is rounded. wide: the Hopper kernel, else plain Triton; None: what
     the device has.
     """
@@ -96,12 +108,12 @@ class Dense8:
         self.scale = scale.contiguous().view(torch.int32).reshape(-1)
         self.device = codes.device
         self.kt, nt = -(-k // 64), -(-n // 16)
-        bias = torch.zeros(nt * 16, dtype=torch.int64, device=base.device)
-        bias[:n] = 256 + 30 - base.to(torch.int64)  # the scale asm adds 256 so that no half goes below zero
-        self.oc = (bias * 0x10001).to(torch.int32).to(self.device)
+        top = torch.zeros(nt * 16, dtype=torch.uint8, device=base.device)
+        top[:n] = base
+        self.base = top.view(nt, 2, 8).transpose(1, 2).repeat_interleave(2, 2).contiguous().view(torch.int32).reshape(-1).to(self.device)
         second = 1.0 if global_scale is None else float(global_scale)
         rows = torch.zeros(nt * 16, dtype=torch.float64, device=base.device)
-        rows[:n] = torch.ldexp(torch.ones(n, dtype=torch.float64, device=base.device), base.to(torch.int32) - 128) * second
+        rows[:n] = torch.ldexp(torch.ones(n, dtype=torch.float64, device=base.device), base.to(torch.int32) - BASE) * second
         self.ws = rows.to(torch.float32).to(self.device)
         self._index = self.device.index or 0
         self.wide = _wide(self.device) if wide is None else wide
@@ -145,53 +157,77 @@ class Dense8:
         signature = {
             "x_ptr": "*fp8e4nv", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
             "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
-            "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
+            "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
         }  # fmt: skip
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
         kernel = launch.build_ring(wide_fp8, signature, constants, slot=bt * 64 * u, num_warps=nw, aligned=aligned, pdl=pdl)
         quantize = self.quantizer(act, True)
         tail = launch.constants_in_order(wide_fp8, constants)
-        w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
-        tiles_n, n, kt, index = -(-self.n // bn), self.n, self.kt, self._index
+        w, s, base, ws = (t.data_ptr() for t in (self.codes, self.scale, self.base, self.ws))
+        tiles_n, n, kt, index, device = -(-self.n // bn), self.n, self.kt, self._index, self.device
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             stream = _raw_stream(index)
             yp = y.data_ptr()
-            _space, x8, scales = quantize(x, m, stream)
-            kernel(tiles_n * -(-m // bt), 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, oc, ws, m, n, kt, *tail)
+            space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
+            x8, scales = quantize(x, space, m, stream)
+            kernel(tiles_n * -(-m // bt), 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, base, ws, m, n, kt, *tail)
 
         return run
 
     def _plan_ws(self, row: Specialised, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         from fp4.gpu.kernels.ws_fp8 import ws_fp8
+        from fp4.gpu.kernels.ws_m import share
 
-        bt, r, sk, xs, nw, per, pdl = row
+        bt, r, sk, xs, nw, per, pdl, cut, gm, ts, qw, pf = row
         bn = r * nw * 16
+        ts = ts and out is not torch.float32 and self.n % 8 == 0  # a row of y starts at a multiple of 16 bytes, as TMA wants
         constants = {
-            "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % 4 == 0, "BT": bt, "R": r, "SK": sk, "XS": xs, "NW": nw,
+            "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % 4 == 0, "CUT": cut > 0, "TS": ts, "BT": bt, "R": r,
+            "SK": sk, "XS": xs, "GM": gm, "PF": pf, "NW": nw,
         }  # fmt: skip
         signature = {
             "xd": launch.box_type("fp8e4nv", bt, 128), "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
-            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
-            "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
+            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype], "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32",
+            "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32", "unit": "i32",
         }  # fmt: skip
+        if ts:
+            signature["yd"] = launch.box_type(_TYPES[out].removeprefix("*"), bt, bn)
+        else:
+            constants["yd"] = None
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
         kernel = launch.build_ring(
             ws_fp8, signature, constants, slot=sk * bt * 128, per=per, num_warps=nw, aligned=aligned, pdl=pdl,
             maxnreg=launch.registers(nw + 4, per),
         )  # fmt: skip
-        quantize = self.quantizer(act, True)
-        tail = launch.constants_in_order(ws_fp8, constants)
-        w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
-        tiles_n, n, kt, index, blocks = -(-self.n // bn), self.n, self.kt, self._index, per * launch.processors(self.device)
+        tiles_n, n, kt, index, room, device = (
+            -(-self.n // bn),
+            self.n,
+            self.kt,
+            self._index,
+            per * launch.processors(self.device),
+            self.device,
+        )
+        counts = COUNTS if cut else 0
+        quantize = self.quantizer(act, True, qw, counts)
+        tail = tuple(constants[name] for name in ws_fp8.arg_names if name in constants and name != "yd")
+        w, s, base, ws = (t.data_ptr() for t in (self.codes, self.scale, self.base, self.ws))
+        rounds, words = -(-kt // 4), kt * 16 + 1
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             stream = _raw_stream(index)
             yp = y.data_ptr()
-            _space, x8, scales = quantize(x, m, stream)
-            grid = min(blocks, tiles_n * -(-m // bt))
+            tiles = tiles_n * -(-m // bt)
+            blocks, parts = share(tiles, rounds, room, cut if tiles <= counts else 0, 4 * kt // bt)
+            sums = 2 * blocks * bn * bt if parts else 0
+            space = torch.empty(-(-m * words // 4) * 4 + counts + sums, dtype=torch.int32, device=device)
+            x8, scales = quantize(x, space, m, stream)
+            count = space.data_ptr() + -(-m * words // 4) * 16
             bp = yp if b is None else b.data_ptr()
-            kernel(grid, 1, stream, *kernel.box(x8, m, kt * 64), scales, w, s, bp, yp, oc, ws, m, n, kt, *tail)
+            xbox = kernel.box(x8, m, kt * 64)
+            ybox = kernel.box(yp, m, n) if ts else (None,)
+            part = count + 4 * counts
+            kernel(blocks, 1, stream, *xbox, *ybox, scales, w, s, bp, yp, base, ws, part, count, m, n, kt, 1 if parts else rounds, *tail)
 
         return run
 
@@ -203,39 +239,43 @@ class Dense8:
         signature = {
             "x_ptr": "*fp8e4nv", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
             "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
-            "y_ptr": _TYPES[out], "oc_ptr": "*i32", "ws_ptr": "*fp32", **dict.fromkeys(("M", "N", "NT", "KT", "KB"), "i32"),
+            "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", **dict.fromkeys(("M", "N", "NT", "KT", "KB"), "i32"),
         }  # fmt: skip
         aligned = ("N",) if self.n % 16 == 0 else ()
         kernel = launch.build(dense_fp8_plain, signature, constants, num_warps=warps, num_stages=stages, aligned=aligned)
         quantize = self.quantizer(act, False)
-        w, s, oc, ws = (t.data_ptr() for t in (self.codes, self.scale, self.oc, self.ws))
+        w, s, base, ws = (t.data_ptr() for t in (self.codes, self.scale, self.base, self.ws))
         sizes = (self.n, -(-self.n // 16), self.kt, -(-self.kt // 4), *constants.values())
-        tiles_n, index = -(-self.n // (16 * r)), self._index
+        tiles_n, index, kt, device = -(-self.n // (16 * r)), self._index, self.kt, self.device
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             stream = _raw_stream(index)
             yp = y.data_ptr()
-            _space, x8, scales = quantize(x, m, stream)
-            kernel(tiles_n, -(-m // bm), stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, oc, ws, m, *sizes)
+            space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
+            x8, scales = quantize(x, space, m, stream)
+            kernel(tiles_n, -(-m // bm), stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, base, ws, m, *sizes)
 
         return run
 
-    def quantizer(self, act: torch.dtype, frag: bool) -> Any:
-        """(x, m, stream) -> (workspace, address of e4m3 [m, kt * 64], address of f32 [m]); frag: k in the order of the Hopper kernel."""
+    def quantizer(self, act: torch.dtype, frag: bool, warps: int = 8, counts: int = 0) -> Any:
+        """(x, workspace, m, stream) -> address of e4m3 [m, kt * 64] and of f32 [m], both at the start of the workspace, counters behind
+        them at the next 16 bytes; frag: k in the order of the Hopper kernels."""
         from fp4.gpu.kernels.plain_fp8 import quantize_x
 
-        block = min(QUANTIZE, 1 << (self.kt - 1).bit_length())
-        order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "K": "i32", "KT": "i32"}
+        once = self.kt <= ONCE
+        block = 1 << (self.kt - 1).bit_length() if once else QUANTIZE
+        constants = {"B": block, "FRAG": frag, "PDL": frag, "ROUND": not frag, "COUNTS": counts, "ONCE": once, "IEEE": False}
+        order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "count_ptr": "*i32", "K": "i32", "KT": "i32"}
         aligned = ("K",) if self.k % 16 == 0 else ()
-        kernel = launch.build(quantize_x, order, {"B": block, "FRAG": frag, "PDL": frag, "ROUND": not frag}, num_warps=8, aligned=aligned)
-        k, kt, device = self.k, self.kt, self.device
+        warps = max(warps, block // 16) if once else 8
+        kernel = launch.build(quantize_x, order, constants, num_warps=warps, aligned=aligned)
+        k, kt, tail = self.k, self.kt, tuple(constants.values())
 
-        def run(x: torch.Tensor, m: int, stream: int) -> tuple[torch.Tensor, int, int]:
-            space = torch.empty(m * kt * 16 + m, dtype=torch.int32, device=device)
+        def run(x: torch.Tensor, space: torch.Tensor, m: int, stream: int) -> tuple[int, int]:
             x8 = space.data_ptr()
             scales = x8 + m * kt * 64
-            kernel(m, 1, stream, x.data_ptr(), x8, scales, k, kt, block, frag, frag, not frag)
-            return space, x8, scales
+            kernel(m, 1, stream, x.data_ptr(), x8, scales, x8 + -(-m * (kt * 16 + 1) // 4) * 16, k, kt, *tail)
+            return x8, scales
 
         return run
 

@@ -227,7 +227,7 @@ def bind_w4a8(codes: torch.Tensor, scale: torch.Tensor) -> dense_fp8.Dense8:
     from fp4 import layouts
     from fp4.gpu.kernels.plain_fp8 import row_base
 
-    stored = layouts.get("frag_w").apply(codes), layouts.get("frag_sf32").apply(scale)
+    stored = layouts.get("frag_w8").apply(codes), layouts.get("frag_sf32").apply(scale)
     return dense_fp8.Dense8(*stored, row_base(scale), None, codes.shape[0], codes.shape[1] * 2)
 
 

@@ -1,8 +1,7 @@
-"""W4A8 on Hopper: MXFP4 weights become e4m3 exactly, x is quantised to e4m3 with one scale a token, fp8 warp-group MMAs.
+"""W4A8 on Hopper: MXFP4 weights become e4m3 exactly (``decode_fp8``), x is quantised to e4m3 with one scale a token, fp8 warp-group MMAs.
 
-A weight code * 2^(s - 127) is e4m3(code * 2^(1 - d)) * 2^(base - 128) with base the largest scale byte of its row and d = base - s:
-exact while d <= 9 (the last subnormal bit of e4m3 is 2^-9). ``row_base`` checks that; the fp32 epilogue multiplies by the token's and the
-row's scale. k order inside 64 columns: an fp8 step of 32 wants four adjacent codes a lane, so words (t, s) of x go to (s, t).
+The fp32 epilogue multiplies by the token's and the row's scale. k order inside 64 columns: an fp8 step of 32 wants four adjacent codes a
+lane, so words (t, s) of x go to (s, t).
 """
 
 from __future__ import annotations
@@ -11,29 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fp4.gpu.kernels.decode import _PAIRS_FP16
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait
 from fp4.gpu.kernels.pdl import gl_wait
-from fp4.gpu.kernels.plain_fp8 import SCALES_C, SCALES_ROW
 from fp4.gpu.kernels.wide_m import _fetch
-
-
-def _asm() -> str:
-    """$0..$7: (word 0..3) x (row e): four e4m3; $8..$11 words, $12 scales of row 0 (packed twice), $14 scales of row 1."""
-    out = "{ .reg .b32 t,u; .reg .b16 c0,c1;"
-    for word in range(4):
-        for pair, code in enumerate(_PAIRS_FP16):
-            e, h = divmod(pair, 2)
-            out += code.replace("$8", f"${8 + word}") + f" mul.rn.f16x2 t,t,${12 + 2 * e}; cvt.rn.satfinite.e4m3x2.f16x2 c{h},t;"
-            if h:
-                out += f" mov.b32 ${2 * word + e},{{c0,c1}};"
-    return out + "}"
-
-
-WORDS_E4M3 = gl.constexpr(_asm())
-WORDS_C = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
-F8 = gl.constexpr((gl.float8e4nv,) * 8)
-H4 = gl.constexpr((gl.float16,) * 4)
+from fp4.gpu.kernels.ws_fp8 import operand8
 
 
 @gluon.jit
@@ -54,14 +34,17 @@ def _step8(sx, op, before, acc, xp, okx, tx, kt, kend, slot_r, slot_x, U: gl.con
 
 @gluon.jit
 def wide_fp8(
-    x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, oc_ptr, ws_ptr, M, N, KT,
+    x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, base_ptr, ws_ptr, M, N, KT,
     HAS_BIAS: gl.constexpr, EVEN: gl.constexpr, BT: gl.constexpr, R: gl.constexpr, U: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """x: e4m3 [M, KT * 64], xs: f32 [M]; oc: i32 [NT * 16] row biases for the scale asm; ws: f32 [NT * 16] row scales. As ``wide_m``."""
+    """x: e4m3 [M, KT * 64], xs: f32 [M]; base: i32 [NT, 8], ws: f32 [NT * 16] as in ``ws_fp8``.
+
+    As ``wide_m``; U = 2.
+    """
     BN: gl.constexpr = R * NW * 16
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
-    LS: gl.constexpr = gl.BlockedLayout([1, U // 2], [1, 32], [NW, 1], [1, 0])
+    LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (4 * U), 4 * U], [NW, 1], [1, 0])
     LY: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NW], [0, 1])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BT, 32])
@@ -83,16 +66,13 @@ def wide_fp8(
     ka = (xa % (U * 128)) // 128 + wn * 0
     ap = w_ptr + rt0.to(gl.int64) * KT * 128 + (ra * (KT * 128) + xa % (U * 128))
     ws = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None]
-    xs = gl.arange(0, R * U * 16, layout=gl.SliceLayout(0, LS))[None, :]
-    rs = (xs // (U * 16)) * NW + ws
-    quad = (xs % (U * 16)) // (U // 2)
+    xs = gl.arange(0, R * 32, layout=gl.SliceLayout(0, LS))[None, :]
+    rs = (xs // 32) * NW + ws
     ks = xs * 0 + ws * 0
-    sp = s_ptr + rt0.to(gl.int64) * KB * 32 + (rs * (KB * 32) + (quad // 2) * 2 + xs % (U // 2))
+    sp = s_ptr + rt0.to(gl.int64) * KB * 32 + (rs * (KB * 32) + (xs % 32) // 2 * 2)
     live_a = (rt0 + ra < NT) & (ka >= 0)
     live_s = (rt0 + rs < NT) & (ks >= 0)
-    row = (rt0 + rs) * 16 + quad // 4
-    oc0 = gl.load(oc_ptr + row, mask=live_s, other=0)
-    oc1 = gl.load(oc_ptr + row + 8, mask=live_s, other=0)
+    base = gl.load(base_ptr + (rt0 + rs) * 8 + (xs % 32) // 4, mask=live_s, other=0)
     mx = pm * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, LX))
     kx = gl.arange(0, 64 * U, layout=gl.SliceLayout(0, LX))
     tx = kx // 64
@@ -118,22 +98,7 @@ def wide_fp8(
             ap += U * 128
             a = _fetch(ap, live_a, nx, KT, ka, EVEN)
             s = _fetch(sp + ((nx // 4) * 32 + (nx % 4) // 2), live_s, nx, KT, ks, EVEN)
-            q0, q1, q2, q3 = gl.inline_asm_elementwise(SCALES_ROW, SCALES_C, [scale, oc0, oc1], dtype=H4, is_pure=True, pack=1)
-            if U >= 4:
-                e0 = gl.join(q0, q1).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
-                e1 = gl.join(q2, q3).reshape([NW, R, 32, U // 4, 2, 2]).permute([0, 1, 3, 4, 5, 2]).reshape([NW, R, U, 32, 1])
-            else:
-                e0 = gl.join(q0, q1).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
-                e1 = gl.join(q2, q3).reshape([NW, R, 32, 2]).permute([0, 1, 3, 2]).reshape([NW, R, U, 32, 1])
-            w5 = word.reshape([NW, R, U, 32, 4])
-            w5, e0 = gl.broadcast(w5, gl.convert_layout(e0, w5.type.layout, assert_trivial=True))
-            w5, e1 = gl.broadcast(w5, gl.convert_layout(e1, w5.type.layout, assert_trivial=True))
-            # pack = 4: the four words of a lane; output i = (s, e), its four elements are the adjacent codes j
-            o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(WORDS_E4M3, WORDS_C, [w5, e0, e1], dtype=F8, is_pure=True, pack=4)
-            o = gl.join(gl.join(gl.join(o0, o1), gl.join(o4, o5)), gl.join(gl.join(o2, o3), gl.join(o6, o7)))
-            # NW R U g t j e s1 s0 -> R NW e g U s1 s0 t j
-            o = o.reshape([NW, R, U, 8, 4, 4, 2, 2, 2]).permute([1, 0, 6, 3, 2, 7, 8, 4, 5]).reshape([BN, U * 64])
-            op = gl.convert_layout(o, DOA, assert_trivial=True)
+            op = operand8(word, scale, base, NW, R, DOA)
             acc, before, slot_r, slot_x = _step8(sx, op, before, acc, xp, okx, tx, kt, KT, slot_r, slot_x, U, XS)
     r = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
