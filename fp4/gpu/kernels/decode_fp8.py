@@ -3,9 +3,10 @@
 With base the largest scale byte of a row and d = base - s the distance of a block's scale byte s from it, a weight is
 ``code * 2^(s - 127) = e4m3(code * 2^(6 - d)) * 2^(base - 133)``. The e4m3 bytes of the eight magnitudes under d are those under 0 less
 8 d each, but for zero, which stays 0: exact while the smallest, 0.5 * 2^(6 - d), is normal, d <= SPAN. They fill two registers, made
-once for a block of 32 columns (two products with a constant); one ``prmt`` then looks four magnitudes up. ``frag_w8`` keeps the magnitudes of
-a word in the low three bits of its nibbles, rows g in the low half and g + 8 in the high one, as the selector of ``prmt`` wants them; the
-spare bits carry the signs: row g at 7, 15, 23, 31, where e4m3 has its own, and row g + 8 four bits further down. 7 instructions, 8 codes.
+once for a block of 32 columns (two products with a constant); one ``prmt`` then looks four magnitudes up. ``frag_w8`` keeps the
+magnitudes of a word in the low three bits of its nibbles, rows g in the low half and g + 8 in the high one, as the selector of ``prmt``
+wants them; the spare bits carry the signs: row g at 7, 15, 23, 31, where e4m3 has its own, and row g + 8 four bits further down.
+7 instructions for 8 codes.
 
 A register of four e4m3 is one of the A operand of m64nNk32: adjacent codes of one row. Padding (code 0, any scale byte) decodes to 0.
 """
