@@ -104,7 +104,7 @@ def run(name, ttgir, m, n, kt, blocks, whole=False, seed=0):
     kernel, bt, r, u, _, _, nw, *way = ROWS[name]
     columns, tiles = (128, 2 * u) if kernel == "ws8" else (64, u)
     nk, tiles_m, tiles_n = -(-kt // tiles), -(-m // bt), -(-n // (r * nw * 16))
-    unit = nk if whole or way and not way[0] else 1
+    unit = nk if whole or (way and not way[0]) else 1
     units = nk * tiles_m * tiles_n // unit
     blocks, leave = min(blocks, units), []
     for pid in range(blocks):
