@@ -228,9 +228,9 @@ def test_small_batches_are_replayed_by_powers_of_two(monkeypatch: pytest.MonkeyP
     class OnGpu(torch.Tensor):
         device = torch.device("cuda", 0)  # type: ignore[assignment]
 
-    def go(rows: int) -> torch.Tensor:
+    def go(rows: int, ids: torch.dtype = torch.int64) -> torch.Tensor:
         x = torch.arange(rows * 2.0).view(rows, 2).as_subclass(OnGpu)
-        return replayed(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1), torch.float32).as_subclass(torch.Tensor)
+        return replayed(x, torch.zeros(rows, 1, dtype=ids), torch.ones(rows, 1), torch.float32).as_subclass(torch.Tensor)
 
     want = torch.arange(6.0).view(3, 2)
     assert torch.equal(go(3), want)
@@ -244,6 +244,10 @@ def test_small_batches_are_replayed_by_powers_of_two(monkeypatch: pytest.MonkeyP
     state["stream"] = 8
     go(4), go(4)
     assert Plan.made == [4, 4]
+    go(4, torch.int32)
+    go(4, torch.int32)
+    assert Plan.made == [4, 4, 4]  # a plan's copy would change the type of the ids, and 2^32 would become expert 0
+    Plan.made.pop()
     state["capturing"] = True
     go(5), go(5), go(5)
     assert Plan.made == [4, 4]
@@ -262,6 +266,63 @@ def test_small_batches_are_replayed_by_powers_of_two(monkeypatch: pytest.MonkeyP
         assert torch.equal(go(3), want)
     assert torch.equal(go(3), want)
     assert "not permitted" in str(replayed.failed)
+
+
+def test_a_smaller_batch_leaves_nothing_of_the_one_before() -> None:
+    """A plan's inputs stay from call to call: rows beyond the batch must name no expert."""
+
+    class Graph:
+        def replay(self) -> None:
+            plan.y.copy_(plan.x * (plan.ids >= 0).sum(1, keepdim=True))
+
+    plan = replay._Plan.__new__(replay._Plan)
+    plan.x, plan.ids, plan.weights = torch.zeros(4, 2), torch.full((4, 1), -1), torch.zeros(4, 1)
+    plan.y, plan.used, plan.graph = torch.empty(4, 2), 0, Graph()
+    for rows in (4, 2, 1, 3):
+        x = torch.arange(1.0, 1 + rows * 2).view(rows, 2)
+        y = plan(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1))
+        assert torch.equal(y, x)
+        assert y.data_ptr() != plan.y.data_ptr()  # the next replay overwrites that one
+        assert plan.ids.flatten().tolist() == [0] * rows + [-1] * (4 - rows)
+
+
+# ---- storage -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [(None, None), ("values", "HOPPER_VALUE of a 48 x 64 tile"), (4, "SCALE with 4 warps"), (8, "SCALE with 8 warps")]
+)
+def test_a_copy_that_stores_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: Any, says: str | None) -> None:
+    """The check of a process, with conversions that are ours but for one byte."""
+    from fp4.gpu.backends import _triton_kernels_check as tile
+    from fp4.layouts import get
+
+    def convert(shim: Any, t: torch.Tensor, values: bool, num_warps: int = 8) -> torch.Tensor:
+        name = "hopper_value_v3(pad_n=64,pad_k=64)" if values else f"hopper_sf(num_warps={num_warps},pad_k=4)"
+        out = get(name).apply(t[0])
+        if wrong == ("values" if values else num_warps):
+            out[7] ^= 1
+        return out
+
+    monkeypatch.setattr(tile, "_padding", lambda shim: (64, 64))
+    monkeypatch.setattr(tile, "_swizzle", convert)
+    shim = types.SimpleNamespace()
+    found = tile.check(shim)  # type: ignore[arg-type]
+    assert found is None if says is None else found is not None and says in found
+    assert (shim.pad_n, shim.pad_k) == (64, 64)
+
+
+def test_narrow_weights_of_the_first_generation_take_four_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiles of 128 columns do not hold 32 x 8 warps, and the warps are part of the stored order of the scales."""
+    from fp4.gpu.backends import triton_kernels as tk
+    from fp4.gpu.device import Device
+    from fp4.gpu.problem import Problem
+
+    for generation, n, warps in (("A", 128, 4), ("A", 160, 8), ("B", 128, 8), ("D", 128, 8)):
+        shim = types.SimpleNamespace(found=types.SimpleNamespace(generation=generation), pad_n=64, pad_k=64)
+        monkeypatch.setattr(tk, "_bound", lambda shim=shim: shim)
+        problem = Problem("matmul", "mxfp4", Device.fake((9, 0)), n=n, k=256)  # type: ignore[arg-type]
+        assert tk.layouts(problem)["scale"].layout == f"hopper_sf(num_warps={warps},pad_k=4)"
 
 
 def test_the_path_is_whole_again() -> None:

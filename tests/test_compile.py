@@ -12,7 +12,6 @@ from layer_cases import random_weight
 
 import fp4
 from fp4 import prepared as prepared_module
-from fp4.gpu.device import Device
 from fp4.prepared import Prepared, PreparedMoE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,8 +24,12 @@ def linear() -> Prepared:
 
 @pytest.fixture
 def experts() -> PreparedMoE:
-    w13, w2 = random_weight(1, "mxfp4", 4, 64, 64).to(DEVICE), random_weight(2, "mxfp4", 4, 64, 32).to(DEVICE)
-    return fp4.prepare_moe(w13, w2, gate_up="interleaved", activation=fp4.SwiGLU())
+    return moe_layer(DEVICE)
+
+
+def moe_layer(where: str, **how: Any) -> PreparedMoE:
+    w13, w2 = random_weight(1, "mxfp4", 4, 64, 64).to(where), random_weight(2, "mxfp4", 4, 64, 32).to(where)
+    return fp4.prepare_moe(w13, w2, gate_up="interleaved", activation=fp4.SwiGLU(), **how)
 
 
 def x_for(rows: int, k: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -237,15 +240,22 @@ def test_expert_id_out_of_range(experts: PreparedMoE, monkeypatch: pytest.Monkey
     if bad != -1:
         with pytest.raises(fp4.FormatMismatch, match=rf"topk_ids\[3, 1\] is {bad}; need 0 <= id < 4"):
             fp4.moe(x_for(5), experts, ids, w)
+    else:
+        torch.testing.assert_close(fp4.moe(x_for(5), experts, ids, w), fp4.moe(x_for(5), experts, safe, keep))
 
 
-def test_strict_refuses_broken_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    w = random_weight(0, "nvfp4", 32, 64)
-    w.scale[3, 2] = 0x7F
-    fp4.prepare(w)
+@pytest.mark.parametrize(("fmt", "byte"), [("nvfp4", 0x7F), ("nvfp4", 0xB8), ("nvfp4", 0xFF), ("mxfp4", 0xFF)])
+def test_strict_refuses_broken_scales(monkeypatch: pytest.MonkeyPatch, fmt: str, byte: int) -> None:
+    """NaN of either format, and a negative e4m3 scale; the largest finite bytes pass."""
+    w = random_weight(0, fmt, 32, 64)
+    w.scale[0] = 0x7E if fmt == "nvfp4" else 0xFE
     monkeypatch.setenv("FP4_STRICT", "1")
-    with pytest.raises(fp4.FormatMismatch, match=r"block scale \[3, 2\] is e4m3 byte 0x7f"):
-        fp4.prepare(w)
+    fp4.prepare(w, "reference")
+    w.scale[3, 1] = byte
+    with pytest.raises(fp4.FormatMismatch, match=rf"block scale \[3, 1\] is \w+ byte {byte:#04x}"):
+        fp4.prepare(w, "reference")
+    monkeypatch.delenv("FP4_STRICT")
+    fp4.prepare(w, "reference")
 
 
 def test_x_that_is_not_contiguous(linear: Prepared, experts: PreparedMoE) -> None:
@@ -267,10 +277,26 @@ def test_no_rows(linear: Prepared, experts: PreparedMoE) -> None:
     assert torch.equal(fp4.moe(x_for(3), experts, ids[:0].new_zeros(3, 0), w.new_zeros(3, 0)), torch.zeros_like(x_for(3)))
 
 
-def test_warmup_runs_every_size(linear: Prepared, experts: PreparedMoE) -> None:
+def test_warmup_runs_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of two up to m_max, and m_max; as many slots as asked, else as the layer was prepared for."""
+    rows: list[Any] = []
+    w, ex = fp4.prepare(random_weight(1, "nvfp4", 48, 64)), moe_layer("cpu", topk=3)
+    monkeypatch.setattr("fp4.layer._matmul", lambda x, *_: rows.append(len(x)))
+    monkeypatch.setattr("fp4.layer._moe", lambda x, ex, ids, weights, out: rows.append((len(x), tuple(ids.shape), tuple(weights.shape))))
+    fp4.warmup(w, 20)
+    assert rows == [1, 2, 4, 8, 16, 20]
+    for topk, slots in ((2, 2), (None, 3)):
+        rows.clear()
+        fp4.warmup(ex, 5, topk=topk)
+        assert rows == [(m, (m, slots), (m, slots)) for m in (1, 2, 4, 5)]
+    rows.clear()
+    fp4.warmup(w, 0)
+    assert rows == [1]
+
+
+def test_warmup_of_the_layers_here(linear: Prepared, experts: PreparedMoE) -> None:
     fp4.warmup(linear, 20)
     fp4.warmup(experts, 5, topk=2)
-    assert Device.of(DEVICE).kind == linear.problem.device.kind
 
 
 P = torch.nn.Parameter

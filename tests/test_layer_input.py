@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from layer_cases import random_weight
 import fp4
 from fp4.gpu import registry
 from fp4.gpu.backends import reference
-from fp4.gpu.registry import Ok
+from fp4.gpu.registry import No, Ok
+from fp4.gpu.storage import Stored
 from fp4.prepared import Prepared, PreparedMoE
 
 X = torch.linspace(-2, 2, 128).view(2, 64).bfloat16()
@@ -84,6 +86,65 @@ def test_everything_that_a_kernel_reads_is_dense(recorder: list[Any]) -> None:
     assert w.arrays["w13.global_scale"].is_contiguous()
 
 
+def test_a_compiled_graph_gets_the_call_without_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callable with graphs of its own offers ``direct``; an op inside a compiled graph, which has its own memory, takes that one."""
+    taken: list[str] = []
+
+    def run(prepared: Any) -> Callable[..., torch.Tensor]:
+        real = reference.run(prepared)
+
+        def named(name: str) -> Any:
+            def call(*args: Any) -> torch.Tensor:
+                taken.append(name)
+                return real(*args)
+
+            return call
+
+        replayed = named("replayed")
+        replayed.direct = named("direct")
+        return replayed  # type: ignore[no-any-return]
+
+    module = types.SimpleNamespace(name="replays", probe=lambda: Ok(), supports=lambda p: Ok(1), layouts=reference.layouts, run=run)
+    monkeypatch.setattr(registry, "_discover", lambda: iter({"replays": module}.items()))
+    registry.reset()
+    ex = layer()
+    want = fp4.moe(X, ex, IDS, ONES)
+    assert torch.equal(torch.ops.fp4.moe(X, IDS, ONES, ex.handle, None), want)
+    assert taken == ["replayed", "direct"]
+    monkeypatch.undo()
+    registry.reset()
+
+
+def test_a_dtype_of_x_that_wants_other_bytes_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``act_dtypes`` are those for which the backend would have stored the weight the same way."""
+    plain = reference.layouts
+
+    def layouts(problem: Any) -> Any:
+        wants = plain(problem)
+        return {**wants, "scale": Stored("sf_128x4")} if problem.act_dtype == torch.float16 else wants
+
+    def supports(problem: Any) -> Any:
+        return No("no float32") if problem.act_dtype == torch.float32 else Ok(1)
+
+    module = types.SimpleNamespace(name="picky", probe=lambda: Ok(), supports=supports, layouts=layouts, run=reference.run)
+    monkeypatch.setattr(registry, "_discover", lambda: iter({"picky": module}.items()))
+    registry.reset()
+    w = fp4.prepare(random_weight(1, "nvfp4", 48, 64))
+    assert w.act_dtypes == (torch.bfloat16,)
+    with pytest.raises(fp4.FormatMismatch, match=r"x is torch\.float16, backend 'picky' prepared this weight for bfloat16"):
+        fp4.matmul(X.half(), w)
+    monkeypatch.undo()
+    registry.reset()
+
+
+def test_no_slots_give_zeros_of_the_asked_type() -> None:
+    for dtype in (None, torch.float32, torch.float16):
+        y = fp4.moe(X, layer(), IDS[:, :0], ONES[:, :0], out_dtype=dtype)
+        assert y.dtype == (dtype or X.dtype)
+        assert y.shape == X.shape
+        assert not y.any()
+
+
 CALLS: dict[str, tuple[Callable[[Prepared, PreparedMoE], Any], str]] = {
     "no x": (lambda w, e: fp4.matmul(None, w), "matmul: x is NoneType; need a torch.Tensor"),  # type: ignore[arg-type]
     "x list": (lambda w, e: fp4.matmul([[1.0] * 64], w), "matmul: x is list"),  # type: ignore[arg-type]
@@ -110,6 +171,16 @@ def test_calls(linear: Prepared, case: str) -> None:
     call, words = CALLS[case]
     with pytest.raises(fp4.Fp4Error, match=words):
         call(linear, layer())
+
+
+def test_gate_and_up_with_different_input_scales_are_refused() -> None:
+    """One x feeds both: taking either scale would be a guess about the other half's calibration."""
+    w2 = random_weight(2, "nvfp4", 4, 64, 32)
+    gate, up = (replace(random_weight(s, "nvfp4", 4, 32, 64), input_scale=torch.full((4,), 0.01)) for s in (1, 3))
+    assert torch.equal(fp4.prepare_moe((gate, up), w2).arrays["w13.input_scale"], torch.full((4,), 0.01))
+    for other in (torch.tensor([0.01, 0.01, 0.02, 0.01]), None):
+        with pytest.raises(fp4.FormatMismatch, match="carry different input_scale; give both the larger one"):
+            fp4.prepare_moe((gate, replace(up, input_scale=other)), w2)
 
 
 PREPARE: dict[str, tuple[dict[str, Any], str]] = {

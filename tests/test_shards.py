@@ -207,11 +207,16 @@ def test_stored_bytes_are_cut_where_the_layout_allows() -> None:
             for r, want in zip(ranges, logical.chunk(2, axis), strict=True):
                 assert torch.equal(r.take(stored), want.flatten()), (dim, part)
     assert not p.shards("n", 3)["codes"]
-    experts = fp4.prepare_moe(random_weight(1, "mxfp4", 2, 64, 64), random_weight(2, "mxfp4", 2, 64, 32), gate_up="gate_up", device="sm90")
+    pytest.importorskip("triton", reason="stored for Triton's kernels")
+    w13, w2 = random_weight(1, "mxfp4", 2, 64, 64), random_weight(2, "mxfp4", 2, 64, 32)
+    experts = fp4.prepare_moe(w13, w2, gate_up="gate_up", device="sm90", backend="triton")
     reasons = experts.shards("n", 2)
-    if experts.layouts["w13.codes"].order is not None:
-        assert not reasons["w13.codes"]
-        assert "gate and up of one shard are not together" in str(reasons["w13.codes"])
+    assert not reasons["w13.codes"]
+    assert "gate and up of one shard are not together" in str(reasons["w13.codes"])
+    scale = experts.layouts["w2.scale"]  # one block of 32 columns, stored as eight
+    assert scale.shape == (64, 8)
+    for dim in ("n", "k"):
+        assert str(experts.shards(dim, 2)["w2.scale"]) == "64 x 1 is padded to 64 x 8 before it is stored"
     with pytest.raises(fp4.Fp4Error, match="dim is 'm'"):
         p.shards("m", 2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from cases import Layer, error, poisoned, quantized
 from emulate import Emulator
-from test_contract_moe import BACKENDS, GPT_OSS, plain_layer
+from test_contract_moe import BACKENDS, GPT_OSS, installed_sm90_layout, plain_layer
 
 import fp4
 import fp4.prepared
@@ -105,6 +107,63 @@ def test_a_scale_that_flashinfer_cannot_hold_goes_to_another_backend() -> None:
         assert "passed over: these values" in p.reasons
         with pytest.raises(fp4.Unsupported, match=r"block scale byte 0x00 at \[2, 5, 1\]"):
             layer.prepare("flashinfer_trtllm", Device.fake((10, 0)))
+        layer.w13.codes[2, 5] = 0x88  # a block of zeros, negative ones too, is zero whatever the scale
+        assert layer.prepare("flashinfer_trtllm", Device.fake((10, 0))).backend == "flashinfer_trtllm"
         layer.w13.scale[1, 0, 0] = 0xFF  # NaN is no value that another backend would give
         with pytest.raises(fp4.FormatMismatch, match="repair the checkpoint"):
             layer.prepare(None, Device.fake((10, 0)))  # type: ignore[arg-type]
+
+
+def test_tuning_buckets_hold_the_tokens() -> None:
+    """FlashInfer tunes for powers of two up to ``tune_max_num_tokens``: one below the batch would run it on a tactic of a smaller one."""
+    from fp4.gpu.backends._flashinfer_route import tune_tokens
+
+    assert [tune_tokens(t) for t in (1, 2, 3, 4, 5, 1024, 1025)] == [1, 2, 4, 4, 8, 1024, 2048]
+
+
+@pytest.mark.parametrize(("backend", "format", "cc", "act"), [("flashinfer_cutlass", "linear", SM100, "any"), *BACKENDS])
+def test_no_environment_variable_changes_the_quantisers(
+    backend: str, format: str, cc: tuple[int, int], act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLASHINFER_NVFP4_4OVER6 turns another rule of block scales on where ``nvfp4_4over6`` is left out; None is off, whatever it says."""
+    from fp4.gpu.backends import _flashinfer_bind as bind
+    from fp4.gpu.backends import flashinfer as routes
+
+    pretend.flashinfer()
+    real, passed = bind._find, []
+
+    def watched(name: str) -> Any:
+        fn = real(name)
+        if not callable(fn) or isinstance(fn, type) or "nvfp4_4over6" not in inspect.signature(fn).parameters:
+            return fn
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            passed.append((name, kwargs.get("nvfp4_4over6", "from the environment")))
+            return fn(*args, **kwargs)
+
+        return call
+
+    layer = plain_layer(backend, format) if format != "linear" else None
+    if "nvfp4_4over6" not in inspect.signature(real("fp4_quantize")).parameters:
+        pytest.skip("this flashinfer has no argument for it")
+    monkeypatch.setenv("FLASHINFER_NVFP4_4OVER6", "1")
+    bind.reset()
+    monkeypatch.setattr(bind, "_find", watched)
+    emulator = Emulator(cc, installed_sm90_layout() if cc == (9, 0) else "B")
+    try:
+        with pretend.gpu(cc, emulator.functions), poisoned():
+            if layer is None:
+                q = quantized("nvfp4", 64, 96, seed=1, global_scale=torch.tensor(0.04), input_scale=torch.tensor(0.002))
+                fp4.matmul(torch.ones(3, 96).bfloat16(), fp4.prepare(q, backend, device=Device.fake(cc)))
+            else:
+                p = layer.prepare(backend, Device.fake(cc), act=act)
+                fp4.moe(layer.x, p, layer.ids, layer.weights)
+                if backend == "flashinfer_trtllm":
+                    logits = torch.randn(layer.tokens, layer.experts, generator=torch.Generator().manual_seed(1))
+                    routes.from_logits(p)(layer.x, logits, layer.topk)
+    finally:
+        monkeypatch.undo()
+        bind.reset()
+    assert passed, "no function of this route takes the argument"
+    assert {value for _, value in passed} == {None}, passed

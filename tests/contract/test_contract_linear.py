@@ -51,7 +51,7 @@ def run(q: fp4.QuantizedTensor, x: torch.Tensor, backend: str, cc: tuple[int, in
     return y, emulator.exact, recorder, prepared
 
 
-@pytest.mark.parametrize("m", [1, 33, 130])
+@pytest.mark.parametrize("m", [1, 32, 33, 130])
 @pytest.mark.parametrize(("backend", "function", "cc"), BACKENDS)
 def test_matmul(backend: str, function: str, cc: tuple[int, int], m: int) -> None:
     q, x = weight(), inputs(m, 208)

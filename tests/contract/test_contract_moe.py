@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pretend
@@ -166,6 +167,10 @@ def test_trtllm_from_logits(dtype: torch.dtype) -> None:
         with pytest.raises(fp4.FormatMismatch, match="logits are"):
             backend.from_logits(prepared)(layer.x, logits[:, :2], layer.topk)
     agree(layer, y, emulator.exact, layer.reference(layer.plain, ids=ids, weights=value.softmax(-1)))
+    with pretend.gpu((10, 0), emulator.functions) as recorder:
+        none = backend.from_logits(layer.prepare("flashinfer_trtllm", Device.fake((10, 0))))(layer.x[:0], logits[:0], layer.topk)
+    assert tuple(none.shape) == (0, layer.hidden)
+    assert recorder.calls == []  # zero tokens are not launched
 
 
 def test_trtllm_deferred_finalize() -> None:
@@ -233,8 +238,12 @@ def test_sm90_layout_is_told_apart_by_the_helper(layout: str, monkeypatch: pytes
                 backend.sm90_layout()
             return
         layer = Layer("mxfp4", "interleaved", experts=3, activation=GPT_OSS)
-        y, emulator, _, _ = run(layer, "flashinfer_cutlass", (9, 0), sm90=layout)
+        y, emulator, _, prepared = run(layer, "flashinfer_cutlass", (9, 0), sm90=layout)
         agree(layer, y, emulator.exact, layer.reference(layer.plain))
+        other = "B" if layout == "A" else "A"  # as if another release had prepared the bytes and saved them
+        prepared = replace(prepared, meta={**prepared.meta, "sm90_layout": other})
+        with pytest.raises(fp4.BackendUnavailable, match=f"in FlashInfer's SM90 layout {other}, the installed .* reads {layout}"):
+            prepared.bind()
     finally:
         monkeypatch.undo()
         backend.sm90_layout.cache_clear()
