@@ -9,7 +9,7 @@ import os
 
 from fp4.errors import Fp4Error, shown
 
-__all__ = ["backend", "disabled", "strict"]
+__all__ = ["backend", "disabled", "settings", "strict"]
 
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -32,3 +32,8 @@ def strict() -> bool:
     if value not in _ON and value not in _OFF:
         raise Fp4Error(f"environment: FP4_STRICT is {shown(value)}; need 1 or 0")
     return value in _ON
+
+
+def settings() -> dict[str, str]:
+    """Every variable that is set and speaks to fp4, or chooses Triton's interpreter; for ``fp4 doctor``."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("FP4_", "TRITON_INTERPRET"))}

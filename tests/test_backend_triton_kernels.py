@@ -325,6 +325,30 @@ def test_narrow_weights_of_the_first_generation_take_four_warps(monkeypatch: pyt
         assert tk.layouts(problem)["scale"].layout == f"hopper_sf(num_warps={warps},pad_k=4)"
 
 
+def test_settings_of_the_first_generation_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split K is off during its calls only: the dict belongs to the process, and to the engine in it."""
+    from fp4.gpu.backends._triton_kernels_shim import Shim
+
+    flags = types.SimpleNamespace(_opt_flags_constraints={"block_m": 64})
+    monkeypatch.setitem(sys.modules, "triton_kernels.matmul_ogs_details.opt_flags", flags)
+    during: list[Any] = []
+
+    def matmul_ogs(*_: Any, **__: Any) -> torch.Tensor:
+        during.append(flags._opt_flags_constraints)
+        if len(during) > 1:
+            raise RuntimeError("out of resources")
+        return torch.zeros(1, 2, 3)
+
+    shim = Shim.__new__(Shim)
+    shim.found, shim._entry, shim.ogs = types.SimpleNamespace(generation="A"), matmul_ogs, True  # type: ignore[assignment]
+    x = torch.zeros(2, 4)
+    assert shim.call(x, None, None, None).shape == (2, 3)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        shim.call(x, None, None, None)
+    assert during == [{"block_m": 64, "split_k": 1}] * 2
+    assert flags._opt_flags_constraints == {"block_m": 64}
+
+
 def test_the_path_is_whole_again() -> None:
     """The last test here: what ``clean`` hid is back, or a package first imported by a later file of this worker would be missing."""
     assert importlib.util.find_spec("hypothesis") is not None

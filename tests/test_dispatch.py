@@ -133,6 +133,19 @@ def test_triton_kernels_refuses_what_its_generation_cannot_do(only: Any, generat
     assert word in verdict.reason
 
 
+@pytest.mark.parametrize("act", [fp4.SwiGLU(beta=0.0), fp4.SwiGLU(beta=2.0), fp4.SiLU(), fp4.SiTU(), fp4.ReLU2()], ids=str)
+def test_activations_that_triton_kernels_cannot_fuse_come_after_our_kernel(only: Any, act: Any) -> None:
+    """Its fused SwiGLU adds 1 to the linear half, whatever beta says; other activations are a step of their own."""
+    only("D")
+    gate_up = "interleaved" if act.gated else None
+    given = ((fp4.SwiGLU(beta=1.0), "interleaved"), (act, gate_up))
+    fused, other = (registry.verdict("triton_kernels", problem((9, 0), activation=a, gate_up=g)) for a, g in given)
+    assert isinstance(fused, Ok)
+    assert isinstance(other, Ok)
+    assert (fused.rank, other.rank) == (15, 35)
+    assert registry.rank(problem((9, 0), activation=act, gate_up=gate_up)).best == "triton"
+
+
 def test_sizes_may_be_unknown() -> None:
     for op in ("matmul", "moe"):
         ranking = registry.rank(Problem(op=op, format="mxfp4", device=Device.fake((9, 0))))

@@ -72,6 +72,12 @@ def test_ref_never_imports_gpu() -> None:
         assert not re.search(r"^\s*(?:from|import) fp4\.gpu", path.read_text(), re.M), path
 
 
+def test_one_module_reads_the_environment() -> None:
+    """``fp4/env.py`` alone, so that no call changes its numbers by a variable. ``tune`` hands the whole of it to its workers."""
+    readers = {str(p.relative_to(ROOT)) for p in (ROOT / "fp4").rglob("*.py") if re.search(r"\b(environ|getenv)\b", p.read_text())}
+    assert readers == {"fp4/env.py", "fp4/gpu/kernels/tune.py"}
+
+
 def test_dir_lists_the_public_names_only() -> None:
     names = json.loads(_python("import json, fp4; fp4.layouts, fp4.quantize; print(json.dumps([dir(fp4), fp4.__all__]))"))
     assert {n for n in names[0] if not n.startswith("_")} == {n for n in names[1] if not n.startswith("_")}

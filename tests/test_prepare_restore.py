@@ -6,6 +6,8 @@ import copy
 import itertools
 import json
 import pickle
+import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from safetensors.torch import save_file
 import fp4
 from fp4 import prepared as prepared_module
 from fp4.gpu import registry
-from fp4.gpu.backends import triton
+from fp4.gpu.backends import reference, triton
 from fp4.gpu.device import Device
+from fp4.gpu.registry import Ok
 from fp4.gpu.storage import Stored
+from fp4.prepared import Packed, pack
 from fp4.tensor import GATE_UP_ORDERS, QuantizedTensor
 
 DEVICES = {"cpu": Device.of("cpu"), **{f"sm{c}": Device.of(f"sm{c}") for c in ("80", "89", "90", "100", "103", "120", "121")}}
@@ -122,6 +126,16 @@ def test_tuned_experts_know_their_range_and_pad_within_their_window() -> None:
     assert (g.first, g.experts) == (1, 2)
 
 
+@pytest.mark.parametrize(("binades", "dtypes"), [(24, (torch.bfloat16, torch.float16)), (25, (torch.bfloat16,))])
+def test_tuned_experts_take_the_dtypes_whose_products_are_exact(binades: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    w13, w2 = random_weight(1, "mxfp4", 2, 64, 64), random_weight(2, "mxfp4", 2, 64, 32)
+    w2.scale.fill_(127)
+    w2.scale[1, 3, 0] = 127 + binades
+    p = fp4.prepare_moe(w13, w2, gate_up="gate_up", backend="triton", device=Device.of("sm90"))
+    assert p.meta["path"] == "moe"
+    assert p.act_dtypes == dtypes
+
+
 @pytest.mark.parametrize(("fmt", "act"), [("nvfp4", "any"), ("mxfp4", "any"), ("mxfp4", "fp8")])
 def test_tuned_linear_kernels_get_the_global_scale(monkeypatch: pytest.MonkeyPatch, fmt: str, act: str) -> None:
     from fp4.gpu.backends import _triton_dense
@@ -210,6 +224,76 @@ def test_file_of_another_layout_is_prepared_anew(tmp_path: Path, monkeypatch: py
     assert q.layouts["scale"].layout == "sf_128x4"
     assert not torch.equal(q.arrays["scale"].flatten(), w.scale.flatten())
     same(q.restore(), w)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Make a backend of given names and take only that one."""
+
+    def use(**names: Any) -> None:
+        common = {"name": "own", "probe": lambda: Ok(), "supports": lambda p: Ok(1), "layouts": reference.layouts, "run": reference.run}
+        module = types.SimpleNamespace(**{**common, **names})
+        monkeypatch.setattr(registry, "_discover", lambda: iter({"own": module}.items()))
+        registry.reset()
+
+    yield use
+    monkeypatch.undo()
+    registry.reset()
+
+
+def test_encoded_scales_come_back_bit_for_bit(own: Any, tmp_path: Path) -> None:
+    """A backend whose kernel reads other scale bytes names a value map: the stored bytes are the map's, restore undoes it."""
+    from fp4 import encode
+
+    name = "marlin_nvfp4_v1"
+    own(layouts=lambda p: {"codes": Stored(), "scale": Stored("sf_128x4", encode=(name,))}, run=lambda p: lambda *_: None)
+    w = random_weight(5, "nvfp4", 50, 96)
+    w.scale[0, :] = torch.tensor([0, 1, 7, 8, 0x40, 0x7E], dtype=torch.uint8)
+    p = fp4.prepare(w)
+    assert p.encodes == {"scale": (name,)}
+    assert f"{name}, sf_128x4" in p.explain()
+    assert torch.equal(p.arrays["scale"].flatten(), fp4.layouts["sf_128x4"].apply(encode.get(name)(w.scale).data).flatten())
+    same(p.restore(), w)
+    assert f"bytes are encoded by {name}" in str(p.shards("n", 2)["scale"])
+    p.save(tmp_path / "w.safetensors")
+    same(prepared_module.load(tmp_path / "w.safetensors").restore(), w)
+    w.scale[1, 1] = 0x90  # the map has no sign
+    with pytest.raises(fp4.FormatMismatch, match="1 of 300 items are refused, first 0x90 at 7"):
+        fp4.prepare(w)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "name", "error", "words"),
+    [
+        (
+            "nvfp4",
+            "marlin_nvfp4_v3",
+            fp4.Unsupported,
+            "marlin_nvfp4_v3 does not keep every scale byte",
+        ),
+        ("mxfp4", "marlin_mxfp4_a8", fp4.LayoutError, "multiplies the scales by 64; the backend must fold it into its global scale"),
+    ],
+)
+def test_a_value_map_that_restore_could_not_undo_is_refused(own: Any, fmt: str, name: str, error: Any, words: str) -> None:
+    own(layouts=lambda p: {"codes": Stored(), "scale": Stored(encode=(name,))})
+    with pytest.raises(error, match=words):
+        fp4.prepare(random_weight(5, fmt, 32, 64))
+
+
+def test_a_file_keeps_the_dtypes_that_its_values_allow(own: Any, tmp_path: Path) -> None:
+    """``prepare`` may find that the scales fit products in one type only; after loading, the other one is refused as before."""
+
+    def prepare(problem: Any, weights: Any) -> Packed:
+        return Packed(pack(problem, weights, reference.layouts(problem)), act_dtypes=(torch.bfloat16,))
+
+    own(prepare=prepare)
+    w = fp4.prepare(random_weight(5, "nvfp4", 32, 64))
+    assert w.act_dtypes == (torch.bfloat16,)
+    w.save(tmp_path / "w.safetensors")
+    loaded = prepared_module.load(tmp_path / "w.safetensors")
+    assert loaded.act_dtypes == (torch.bfloat16,)
+    with pytest.raises(fp4.FormatMismatch, match=r"x is torch\.float16, backend 'own' prepared this weight for bfloat16"):
+        fp4.matmul(torch.ones(2, 64, dtype=torch.float16), loaded)  # type: ignore[arg-type]
 
 
 def test_files_that_are_not_ours(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ SIZES: dict[str, Edit] = {
     "layout that is none": lambda a, t: a["layouts"]["codes"].update(layout="__import__('os')"),
     "activation that is none": lambda a, t: a["problem"].update(activation={"class": "torch"}),
     "dtype that is none": lambda a, t: a["problem"].update(act_dtype="load"),
+    "dtype of x that is none": lambda a, t: a.update(act_dtypes=["int8"]),
     "device": lambda a, t: a["problem"].update(device={}),
 }
 

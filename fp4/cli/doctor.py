@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from typing import Any
 
@@ -77,7 +76,7 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("FP4_", "TRITON_INTERPRET"))},
+        "environment": env.settings(),
         "problems": [],
     }
     report["devices"], report["no_gpu"] = [], None

@@ -347,7 +347,8 @@ def adopt(p: Prepared | PreparedMoE) -> Prepared | PreparedMoE:
     # the fill of padding may follow the values; it carries no meaning
     wants = {n: replace(s, fill=0) for n, s in module.layouts(p.problem).items()}
     if {n: replace(s, fill=0) for n, s in p.layouts.items() if n in wants} == wants:
-        return replace(p, act_dtypes=_act_dtypes(module, p.problem), reasons=str(registry.rank(p.problem)))
+        serves = _act_dtypes(module, p.problem)  # those of the file may be fewer: its values may not fit all
+        return replace(p, act_dtypes=tuple(d for d in serves if d in p.act_dtypes), reasons=str(registry.rank(p.problem)))
     problem, kw = p.problem, {"act": p.problem.act, "act_dtype": p.problem.act_dtype, "out_dtype": p.problem.out_dtype}
     if isinstance(p, Prepared):
         return prepare(p.restore(), p.backend, device=p.device, **kw)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from fp4 import check
 from fp4.errors import BackendUnavailable, CheckpointError, Fp4Error
 from fp4.gpu import storage
 from fp4.gpu.device import Device
-from fp4.gpu.problem import Problem
+from fp4.gpu.problem import DTYPES, Problem
 from fp4.gpu.storage import Stored
 
 __all__ = ["read", "write"]
@@ -57,6 +57,7 @@ def write(p: Any, path: str | Path) -> None:
         "logical": {n: s.to_json() for n, s in p.logical.items()},
         "versions": dict(p.versions),
         "meta": dict(p.meta),
+        "act_dtypes": [str(d).removeprefix("torch.") for d in p.act_dtypes],
     }
     # as a reader gets it: tuples have become lists
     text = json.dumps(about)
@@ -129,7 +130,12 @@ def _object(about: dict[str, Any], arrays: dict[str, torch.Tensor], target: torc
         versions=about["versions"],
         meta=about["meta"],
         reasons="",
+        act_dtypes=tuple(_dtype(name) for name in about["act_dtypes"]),
     )
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {str(d).removeprefix("torch."): d for d in DTYPES}[name]
 
 
 def _fits(p: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp4.errors import LayoutError
+from fp4.errors import LayoutError, Unsupported
 from fp4.tensor import GATE_UP_ORDERS
 
 __all__ = ["PLAIN", "Stored", "apply", "invert", "nbytes", "owned", "reorder_bias", "reorder_gate_up", "shards"]
@@ -26,7 +26,7 @@ class Stored:
 
     1. ``order``: gate/up row order that the backend reads (one of GATE_UP_ORDERS; None: leave the rows alone);
     2. ``shape``: logical (rows, cols) to pad to with ``fill``; with an ``order`` of halves each half is padded on its own;
-    3. ``encode``: names in ``fp4.encode``, value maps, lossless unless prepare was told otherwise;
+    3. ``encode``: names in ``fp4.encode``, value maps; one that loses bytes is refused, ``restore`` could not undo it;
     4. ``layout``: catalogue names joined with `` >> ``; "plain" is the identity;
        a layout whose padding differs between versions of a library takes it as a parameter, ``hopper_value_v3(pad_n=64)``.
 
@@ -117,6 +117,9 @@ def _encodes(names: tuple[str, ...], t: torch.Tensor, backward: bool = False) ->
     for name in reversed(names) if backward else names:
         step = encode.get(name)
         if not backward:
+            if not step.lossless:
+                why = f"{name} does not keep every scale byte, so restore could not give them back"
+                raise Unsupported("prepare: a value map loses bytes", {name: why})
             t, factor = step.forward(t)
             if factor != 1.0:
                 raise LayoutError(

@@ -41,8 +41,8 @@ _WHERE: dict[str, tuple[str, ...]] = {
 class Function:
     """One FlashInfer function with the parameter names of the installed release.
 
-    ``call(a=1, optional={"b": None})`` passes ``a`` and passes ``b`` only where the release has it. A required name that the
-    release does not know raises BackendUnavailable before anything is launched.
+    ``bind(("a",), {"b": None})`` is the function to be called with ``a=...``; ``b`` is filled in only where the release has it. A
+    required name that the release does not know raises BackendUnavailable before anything is launched.
     """
 
     def __init__(self, name: str, fn: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,7 +147,7 @@ class Shim:
         if self.found.generation != "A":
             yield
             return
-        flags = __import__("importlib").import_module("triton_kernels.matmul_ogs_details.opt_flags")
+        flags = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
         before = flags._opt_flags_constraints
         flags._opt_flags_constraints = {**before, "split_k": 1}
         try:
