@@ -46,6 +46,10 @@ def test_v2_saves_small_scales_and_refuses_a_wide_range() -> None:
     assert (data[1:] >= 128).all()
     assert encode.marlin_nvfp4("v2").exact(small).all()
     assert_same_bytes(encode.marlin_nvfp4("v2").inverse(encode.Encoded(data, factor)), small)
+    for byte, want in ((3, 4.0), (5, 2.0), (7, 2.0), (8, 1.0)):  # not a power of two: the next one above, or the smallest scale is lost
+        x = torch.tensor([0, byte, 0x40], dtype=torch.uint8)
+        assert encode.marlin_nvfp4("v2")(x).factor == want
+        assert encode.marlin_nvfp4("v2").exact(x).all()
     with pytest.raises(FormatMismatch, match="range of the scales is too wide"):
         encode.marlin_nvfp4("v2")(torch.tensor([1, 0x7E], dtype=torch.uint8))
 
@@ -111,6 +115,10 @@ def test_rebase_multiplies_by_a_power_of_two() -> None:
         values = torch.from_numpy(UE8M0.values.copy())
         assert factor == 2.0**add
         assert torch.equal(values[y.long()].double(), values[x[max(0, -add) :].long()].double() * factor)
+    assert encode.rebase(3)(torch.tensor([251], dtype=torch.uint8)).data.tolist() == [254]
+    for add, byte in ((3, 252), (-3, 2)):  # 255 would be NaN, and -1 wraps to it
+        with pytest.raises(FormatMismatch, match="need e8m0 bytes"):
+            encode.rebase(add)(torch.tensor([byte], dtype=torch.uint8))
 
 
 def test_packing_takes_the_exponent_and_nothing_else() -> None:

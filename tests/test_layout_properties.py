@@ -166,6 +166,27 @@ def test_known_shards() -> None:
     assert isinstance(sf.shard(0, 3, (130, 64)), Reason)
 
 
+def test_a_shard_is_whole_bytes_and_words() -> None:
+    """Half a byte, or a word of two shards, is no byte range."""
+    nibbles = Layout("columns", "mo k2 -> k2 mo", unit="nibble")
+    assert "a part of 1 nibbles is not a whole number of bytes" in str(nibbles.shard(0, 2, (2, 1)))
+    assert nibbles.shard(0, 2, (4, 1))
+    words = Layout("words", "m k -> m k", word=tuple(reversed(range(32))))
+    assert "a part of 6 bytes is not a whole number of words" in str(words.shard(0, 2, (2, 6)))
+    assert words.shard(0, 2, (2, 8)) == (ByteRange(0, 8, 1, 16), ByteRange(8, 8, 1, 16))
+
+
+def test_shards_of_a_free_axis_that_is_stored_backwards() -> None:
+    """The first rows lie last."""
+    layout = Layout("reversed", "(mo m4) k -> ~mo m4 k")
+    x = torch.from_numpy(counter_bytes((24, 5)))
+    y = layout.apply(x)
+    ranges = layout.shard(0, 3, (24, 5))
+    assert [r.start for r in ranges] == [80, 40, 0]  # type: ignore[union-attr]
+    for part, r in zip(x.chunk(3), ranges, strict=True):  # type: ignore[arg-type]
+        assert_same_bytes(r.take(y), layout.apply(part))
+
+
 @pytest.mark.parametrize("name", ["sf_128x4", "marlin_sf", "deepgemm_sf", "aiter_w"])
 def test_extents_beyond_2_31(name: str) -> None:
     layout = fp4.layouts[name]
@@ -241,6 +262,8 @@ def test_known_equalities() -> None:
     assert get("sm90_mixed_int4") != get("sm90_mixed_fp4_fp8")  # the word table
     assert Layout("split", "(mo m2 n64) (ko k4) -> mo m2 n64 ko k4", pad=(128, 4)) == Layout("rows", "m k -> m k", pad=(128, 4))
     assert get("plain") != "plain"
+    assert replace(get("sf_128x4"), fill=127) != get("sf_128x4")  # the bytes of the padding are bytes too
+    assert replace(get("sf_128x4"), fill=127).same_digits(get("sf_128x4"))
 
 
 # ---- chains and segments -------------------------------------------------------------------------------------------------------------
