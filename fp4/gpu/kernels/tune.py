@@ -35,6 +35,10 @@ def _ws(bt: int, r: int, u: int, sk: int, xs: int, nw: int = 8, cut: int = 0, pe
     return {"kernel": "ws", "BT": bt, "R": r, "U": u, "SK": sk, "XS": xs, "NW": nw, "CUT": cut, "PER": per, "PDL": pdl}
 
 
+def _tiles(gm: int, help_x: int = 1, bt: int = 256, xs: int = 5) -> Row:
+    return {"kernel": "tiles", "BT": bt, "R": 1, "XS": xs, "NW": 8, "GM": gm, "HELP": help_x, "PDL": 1}
+
+
 def _wide8(bt: int, r: int, u: int, xs: int, nw: int, pdl: int = 1) -> Row:
     return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XS": xs, "NW": nw, "PDL": pdl}
 
@@ -54,8 +58,8 @@ CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
     64: (64, [*(_ws(64, 2, 4, 2, 6, 4, cut, 2) for cut in (1, 2)), _wide(64, 1, 4, 4, 4, 3, pdl=1), _wide(64, 2, 2, 6, 4, pdl=1)]),
     128: (128, [_ws(128, 1, 4, 2, 6, cut=2), _ws(128, 2, 2, 2, 6, cut=1), _wide(128, 1, 2, 6, 8, 2, pdl=1), _wide(128, 2, 2, 6, 8, pdl=1)]),
     256: (256, [_ws(128, 1, 4, 2, 6, cut=2), *_LARGE]),
-    1024: (1024, [*_LARGE, DEQUANTIZE]),
-    None: (4096, [*_LARGE[1::2], DEQUANTIZE]),
+    1024: (1024, [*_LARGE, _tiles(2), _tiles(4), DEQUANTIZE]),
+    None: (4096, [*_LARGE[1::2], _tiles(2), _tiles(4), DEQUANTIZE]),
 }  # fmt: skip
 #: the same for W4A8 (MXFP4 weights)
 CANDIDATES_W4A8: dict[int | None, tuple[int, list[Row]]] = {
