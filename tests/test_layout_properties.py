@@ -299,6 +299,17 @@ def test_chain_is_associative_and_applies_in_order(names: tuple[str, str, str]) 
         assert eval(left.formula(shape), {"m": 700, "k": 61}) == left.offset(shape, 700, 61)
 
 
+def test_a_chain_of_nibble_layouts_counts_nibbles() -> None:
+    chain = Layout("a", "m (ko k4) -> ko m k4", unit="nibble") >> Layout("b", "(mo m2) k -> mo k m2", unit="nibble")
+    x = torch.from_numpy(counter_bytes((3, 4, 4)))
+    units = torch.stack((x & 15, x >> 4), -1).reshape(3, 4, 8)
+    y = chain.apply(x).flatten()
+    stored = torch.stack((y & 15, y >> 4), -1).flatten()
+    m, k = torch.arange(4)[:, None], torch.arange(8)
+    for e in range(3):
+        assert torch.equal(stored[chain.offset((3, 4, 4), m, k, e)], units[e])
+
+
 def test_chain_pads_at_the_step_that_pads() -> None:
     chain = fp4.layouts["gate_up_pairs"] >> fp4.layouts["sf_128x4"]
     x = torch.from_numpy(counter_bytes((130, 6)))

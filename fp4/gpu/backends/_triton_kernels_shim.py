@@ -147,7 +147,7 @@ class Shim:
         if self.found.generation != "A":
             yield
             return
-        flags = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
+        flags: Any = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
         before = flags._opt_flags_constraints
         flags._opt_flags_constraints = {**before, "split_k": 1}
         try:
