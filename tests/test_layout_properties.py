@@ -300,7 +300,7 @@ def test_chain_is_associative_and_applies_in_order(names: tuple[str, str, str]) 
 
 
 def test_a_chain_of_nibble_layouts_counts_nibbles() -> None:
-    chain = Layout("a", "m (ko k4) -> ko m k4", unit="nibble") >> Layout("b", "(mo m2) k -> mo k m2", unit="nibble")
+    chain = Layout("a", "m (ko k4) -> ko m k4", unit="nibble") >> Layout("b", "(mo m2) (ko k2) -> mo ko k2 m2", unit="nibble")
     x = torch.from_numpy(counter_bytes((3, 4, 4)))
     units = torch.stack((x & 15, x >> 4), -1).reshape(3, 4, 8)
     y = chain.apply(x).flatten()
