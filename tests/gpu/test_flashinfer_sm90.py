@@ -192,20 +192,3 @@ def test_graph_capture() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(y, fp4.moe(other, prepared, ids, weights))
-
-
-def test_speed() -> None:
-    """Times only, no bound: rows for benchmarks/RESULTS.md."""
-    layer = Layer(32, 2880, 2880, "interleaved", GPT_OSS, True)
-    prepared = layer.prepare()
-    for tokens in (1, 16, 64, 256, 1024):
-        x, ids, weights = layer.batch(tokens, 4)
-        for _ in range(5):
-            fp4.moe(x, prepared, ids, weights)
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(20):
-            fp4.moe(x, prepared, ids, weights)
-        stop.record()
-        torch.cuda.synchronize()
-        print(f"flashinfer SM90 gpt-oss-20b layer, {tokens} tokens: {start.elapsed_time(stop) * 50:.1f} us")
