@@ -11,7 +11,7 @@ import torch
 from fp4 import check, env, fuse
 from fp4.errors import BackendUnavailable, FormatMismatch, LayoutMismatch, Unsupported, shown
 from fp4.formats import E4M3
-from fp4.gpu import registry
+from fp4.gpu import registry, scale_range
 from fp4.gpu.device import Device
 from fp4.gpu.problem import DTYPES, Problem
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights, _Logical, pack
@@ -293,6 +293,7 @@ def _build(
         layouts = registry.layouts(chosen, problem)
         own = getattr(module, "prepare", None)
         try:
+            scale_range.check(where, chosen, scale_range.stated(module, problem), weights.named())
             packed = Packed(pack(problem, weights, layouts)) if own is None else own(problem, weights)
             break
         except Unsupported as e:  # the values, which no ranking looks at: the next backend, unless this one was asked for by name

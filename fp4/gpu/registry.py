@@ -11,6 +11,7 @@
     prepare(problem, weights) -> Packed    # optional: arrays beyond what ``layouts`` derives
     restore(prepared) -> ...               # optional: when ``layouts`` alone cannot invert
     warmup(prepared, m_max) -> None        # optional: compile and allocate
+    exact_scale_range(problem) -> (a, b)   # optional: block-scale bytes that the kernel reads as the format means them; default: all
     assumed(problem) -> Ok | No            # optional: ``supports`` as if the library were here, for ``explain(assume_installed=True)``
 
 The lowest rank wins: 10 a vendor library on the hardware it was made for, 20 fused vendor paths, 30 our tuned kernels,

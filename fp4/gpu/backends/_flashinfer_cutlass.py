@@ -204,8 +204,6 @@ def _nvfp4_run(p: Any) -> Callable[..., torch.Tensor]:
 def _mxfp4_prepare(problem: Problem, weights: Weights, route: str, codes: str | None = None, scale: str | None = None) -> Packed:
     assert weights.w13 is not None
     assert weights.w2 is not None
-    for q in (weights.w13, weights.w2):
-        scales.check_scale_bytes(q, "prepare_moe")
     layouts = _layouts(problem, codes, scale) if codes and scale else _sm90_layouts(problem)
     arrays = pack(problem, weights, layouts)
     _add_common(arrays, problem, weights)

@@ -14,7 +14,6 @@ import torch
 
 from fp4.gpu.backends import _flashinfer_bind as bind
 from fp4.gpu.backends._flashinfer_route import Route, cc, narrow, pad_columns, round_up
-from fp4.gpu.backends._flashinfer_scales import check_scale_bytes
 from fp4.gpu.problem import Problem
 from fp4.gpu.storage import Stored
 from fp4.prepared import Packed, Weights, pack
@@ -64,7 +63,6 @@ def _why_not(problem: Problem, backend: str) -> str | None:
 def _prepare(problem: Problem, weights: Weights, backend: str) -> Packed:
     w = weights.w
     assert w is not None, "internal: prepare of a matmul without w"
-    check_scale_bytes(w, "prepare")
     arrays = pack(problem, weights, _layouts(problem, backend))
     one = torch.ones((), dtype=torch.float32, device=weights.device)
     weight_scale = arrays["global_scale"].reshape(()) if "global_scale" in arrays else one

@@ -8,59 +8,38 @@ from __future__ import annotations
 
 import torch
 
-from fp4.errors import FormatMismatch, Unsupported
+from fp4.errors import FormatMismatch
 from fp4.gpu.problem import Problem
+from fp4.gpu.scale_range import EVERY
 from fp4.tensor import QuantizedTensor
 
 __all__ = [
     "activation_arrays",
     "activation_kind",
     "check_nvfp4_pair",
-    "check_scale_bytes",
     "exact_scale_range",
     "gate_up_scales",
     "per_expert",
 ]
 
-#: block-scale bytes that every FlashInfer kernel decodes to the value the format gives them
-exact_scale_range = {"nvfp4": (0x00, 0x7E), "mxfp4": (0x01, 0xFE)}
 
+def exact_scale_range(problem: Problem) -> tuple[int, int]:
+    """Block-scale bytes that every FlashInfer kernel decodes to the value that the format gives them.
 
-def check_scale_bytes(q: QuantizedTensor, where: str) -> None:
-    """Refuse block scales that some kernel reads as another value.
-
-    e4m3: a set sign bit (a negative block scale) and NaN. ue8m0: 255 (NaN; the SM90 kernel makes it infinity), and 0 over a block
-    with non-zero codes (2^-127; the SM90 kernel and FlashInfer's own dequantiser make it 0). Raises FormatMismatch; for the 0, which is a
-    number, Unsupported, so that another backend takes the weight.
+    e4m3: not negative, not NaN. ue8m0: not 255 (NaN; the SM90 kernel makes it infinity), nor 0 (2^-127; the SM90 kernel and FlashInfer's
+    own dequantiser make it 0).
     """
-    lo, hi = exact_scale_range[q.format.name]
-    s = q.scale
-    bad = (s > hi) | (s < lo)
-    if q.format.name == "mxfp4" and bool(bad.any()):
-        codes = q.codes.reshape(*s.shape, q.format.block // q.format.codes_per_byte)
-        bad &= ((codes & 0x77) != 0).any(-1) | (s > hi)
-    if bool(bad.any()):
-        at = bad.nonzero()[0].tolist()
-        byte = int(s[tuple(at)])
-        why = (
-            f"{where}: block scale byte {byte:#04x} at {at} is outside {lo:#04x}..{hi:#04x}, which FlashInfer's "
-            f"kernels decode differently from {q.format}; repair the checkpoint or use backend='triton' or 'reference'"
-        )
-        if q.format.name == "mxfp4" and byte == 0 and not bool((bad & (s > hi)).any()):
-            # 2^-127 is a number, and other backends read it
-            raise Unsupported(f"{where}: FlashInfer cannot hold these block scales", {"flashinfer": why})
-        raise FormatMismatch(why)
+    return {"nvfp4": (0x00, 0x7E), "mxfp4": (0x01, 0xFE)}.get(problem.format.name, EVERY)
 
 
 def check_nvfp4_pair(w13: QuantizedTensor, w2: QuantizedTensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the block scales of both, and that both carry input_scale; (w13's, w2's) input_scale as f32 [experts].
+    """Check that both carry input_scale; (w13's, w2's) input_scale as f32 [experts].
 
     A missing input_scale raises FormatMismatch; one of zero, which would become an infinite quantisation scale for the experts that
     calibration never reached (vllm#45212), ``prepare_moe`` has refused before.
     """
     out = []
     for name, q in (("w13", w13), ("w2", w2)):
-        check_scale_bytes(q, "prepare_moe")
         if q.input_scale is None:
             raise FormatMismatch(
                 f"prepare_moe: {name} has no input_scale; this kernel quantises its input: give one or use another backend"

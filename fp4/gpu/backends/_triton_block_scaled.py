@@ -10,6 +10,7 @@ from fp4.formats import MXFP4, NVFP4
 from fp4.gpu.device import SM100, SM120
 from fp4.gpu.problem import Problem
 from fp4.gpu.registry import No, Ok
+from fp4.gpu.scale_range import EVERY
 from fp4.gpu.storage import PLAIN, Stored
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights, pack
 
@@ -21,6 +22,11 @@ def supports(problem: Problem) -> Ok | No:
     if p.device.cc not in SM100 | SM120:
         return No(f"{p.device} has no block-scaled tensor cores")
     return Ok(45, f"W4A4, {p.act} activations; compiled for this device, never run on one")
+
+
+def exact_scale_range(problem: Problem) -> tuple[int, int]:
+    """The tensor cores take e4m3 scales without a sign (ue4m3); every ue8m0 byte is what the format says."""
+    return (0x00, 0x7E) if problem.format == NVFP4 else EVERY
 
 
 def layouts(problem: Problem) -> dict[str, Stored]:

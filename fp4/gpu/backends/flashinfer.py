@@ -14,6 +14,7 @@ import torch
 from fp4.gpu.backends import _flashinfer_bind as bind
 from fp4.gpu.backends import _flashinfer_cutlass, _flashinfer_linear, _flashinfer_masked, _flashinfer_trtllm
 from fp4.gpu.backends._flashinfer_route import Route, unfolded
+from fp4.gpu.backends._flashinfer_scales import exact_scale_range
 from fp4.gpu.backends._flashinfer_trtllm import deferred, from_logits, routed
 from fp4.gpu.problem import Problem
 from fp4.gpu.registry import No, Ok
@@ -21,8 +22,8 @@ from fp4.gpu.storage import Stored
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights
 
 __all__ = [
-    "ROUTES", "Variant", "assumed", "deferred", "from_logits", "layouts", "name", "prepare", "probe", "restore", "routed",
-    "run", "supports",
+    "ROUTES", "Variant", "assumed", "deferred", "exact_scale_range", "from_logits", "layouts", "name", "prepare", "probe", "restore",
+    "routed", "run", "supports",
 ]  # fmt: skip
 
 #: order of preference. trtllm first for MoE: the kernels made for datacenter Blackwell; cuDNN before CuTe-DSL for linear layers, as

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fp4.gpu.backends.flashinfer import Variant, probe, restore, run
+from fp4.gpu.backends.flashinfer import Variant, exact_scale_range, probe, restore, run
 
-__all__ = ["assumed", "family", "layouts", "name", "prepare", "probe", "restore", "run", "supports"]
+__all__ = ["assumed", "exact_scale_range", "family", "layouts", "name", "prepare", "probe", "restore", "run", "supports"]
 
 name = "flashinfer_cutedsl"
 #: FP4_DISABLE=flashinfer means these kernels too

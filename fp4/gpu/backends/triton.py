@@ -18,6 +18,7 @@ import torch
 
 from fp4.errors import Unsupported
 from fp4.formats import AMDFP4, MXFP4, NVFP4, NVFP4_B32
+from fp4.gpu import scale_range
 from fp4.gpu.device import Capability
 from fp4.gpu.problem import Problem
 from fp4.gpu.registry import No, Ok
@@ -84,6 +85,11 @@ def _plain(problem: Problem) -> Ok | No:
     if problem.format not in FORMATS:
         return No(f"its kernel decodes {', '.join(map(str, FORMATS))}, not {problem.format}")
     return Ok(95 if problem.device.kind == "cpu" else 40, "plain kernel")
+
+
+def exact_scale_range(problem: Problem) -> tuple[int, int]:
+    """That of the first path; the plain kernel reads every byte."""
+    return scale_range.stated(next(iter(_candidates(problem).values()), None), problem)
 
 
 def _plain_layouts(problem: Problem) -> dict[str, Stored]:

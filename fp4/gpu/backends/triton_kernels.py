@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp4.errors import Unsupported
 from fp4.formats import MXFP4, NVFP4
 from fp4.gpu.backends._triton_kernels_check import check
 from fp4.gpu.backends._triton_kernels_find import Missing, find
@@ -24,11 +25,16 @@ from fp4.gpu.backends._triton_kernels_shim import SWIGLU_BETA, Shim
 from fp4.gpu.device import SM8X, SM90, SM100, SM120
 from fp4.gpu.problem import Problem
 from fp4.gpu.registry import No, Ok
+from fp4.gpu.scale_range import EVERY, outside
 from fp4.gpu.storage import Stored, reorder_bias
 from fp4.prepared import Packed, Prepared, PreparedMoE, Weights, pack
 from fp4.ref import activation as activations
 
 name = "triton_kernels"
+
+
+#: ue8m0 bytes with which every product code * scale is an fp16 number: 0.5 * 2^-23 is its smallest one, 6 * 2^13 below its largest
+_FP16 = (104, 140)
 
 
 def _warps(n: int) -> int:
@@ -104,6 +110,12 @@ def _supports(p: Problem, nvfp4: bool, tensor_scale: bool, generation: str) -> O
     return Ok(15, "swizzled for wgmma, fused activation") if _fused(p.activation) else Ok(35, "swizzled for wgmma, activation not fused")
 
 
+def exact_scale_range(problem: Problem) -> tuple[int, int]:
+    """Its kernels shift a ue8m0 byte into a bf16 exponent: 0 becomes 0.0 and 255 infinity, neither of which the format says. fp16 x has
+    a narrower range, ``_FP16``, which ``prepare`` looks at."""
+    return {NVFP4: (0x00, 0x7E), MXFP4: (0x01, 0xFE)}.get(problem.format, EVERY)
+
+
 def _fused(act: Any) -> bool:
     return act is None or (isinstance(act, activations.SwiGLU) and act.beta == SWIGLU_BETA)
 
@@ -148,7 +160,17 @@ def prepare(problem: Problem, weights: Weights) -> Packed:
                 b = reorder_bias(b, order, "interleaved") if order else b
                 pad = (2 * inter if order else inter) - b.shape[1] if label == "bias13" else 0
                 arrays[f"triton_kernels.{label}"] = F.pad(b.float(), (0, pad)).contiguous()
-    return Packed(arrays, wants, {"triton_kernels": f"generation {shim.found.generation}"})
+    return Packed(arrays, wants, {"triton_kernels": f"generation {shim.found.generation}"}, act_dtypes=_act_dtypes(p, weights))
+
+
+def _act_dtypes(p: Problem, weights: Weights) -> tuple[torch.dtype, ...] | None:
+    """bf16 x alone where MXFP4 scales are too large or small for fp16 products. Raises Unsupported when fp16 was asked for."""
+    if p.format != MXFP4 or _swizzled(p) or all(outside(q, _FP16) is None for q in weights.named().values()):
+        return None
+    if p.act_dtype == torch.float16:
+        why = f"MXFP4 scale bytes outside {_FP16[0]}..{_FP16[1]} leave the range of float16; use bfloat16 x, or backend='triton'"
+        raise Unsupported("prepare: scales do not fit the activations", {name: why})
+    return (torch.bfloat16,)
 
 
 class _Weight:
