@@ -225,7 +225,7 @@ class Dense8:
             count = space.data_ptr() + -(-m * words // 4) * 16
             bp = yp if b is None else b.data_ptr()
             xbox = kernel.box(x8, m, kt * 64)
-            ybox = kernel.box(yp, m, n) if ts else (None,)
+            ybox = kernel.box(yp, m, n, 1) if ts else (None,)
             part = count + 4 * counts
             kernel(blocks, 1, stream, *xbox, *ybox, scales, w, s, bp, yp, base, ws, part, count, m, n, kt, 1 if parts else rounds, *tail)
 
