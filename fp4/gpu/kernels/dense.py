@@ -29,6 +29,10 @@ _X_BYTES = 96 << 10
 _STEPS = 40
 #: device index -> cudaStream_t of the current stream; absent in builds of torch without CUDA
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+#: index of the current device, without the check for an initialised CUDA: a bound weight is on a GPU already
+_current: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+#: a third faster than torch.empty, which has more ways to say a size
+_empty = torch.empty_strided
 
 
 @functools.cache
@@ -130,18 +134,21 @@ class Dense:
                 continue
             if row["kernel"] == "small" and -(-self.kt // (row["WK"] * row["U"])) > _STEPS:
                 continue
+            if row["kernel"] == "stream" and m == 1 and 2 * self.k > _X_BYTES:
+                continue
             return row
         return self._rows[-1]
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        out_dtype = out_dtype or x.dtype
-        m = x.shape[0]
-        half = x.dtype is torch.float16
-        if torch.cuda.current_device() != self._index:
+        dtype = x.dtype
+        out_dtype = out_dtype or dtype
+        m, n = x.shape[0], self.n
+        half = dtype is torch.float16
+        if _current() != self._index:
             with torch.cuda.device(self._index):
                 return self(x, bias, out_dtype)
-        y = torch.empty((m, self.n), dtype=out_dtype, device=x.device)
-        if m == 0 or self.n == 0:
+        y = _empty((m, n), (n, 1), dtype=out_dtype, device=self.device)
+        if m == 0 or n == 0:
             return y
         if half and not self.about["fp16"]:
             return self._split_fp16(x, bias, y)
@@ -169,8 +176,8 @@ class Dense:
     def _plan(self, m: int, half: bool, out: torch.dtype, bias: torch.Tensor | None, row: dict[str, Any] | None = None) -> Any:
         row = row or self.choose(m)
         build = {
-            "small": self._small, "wide": self._wide, "ws": self._ws, "tiles": self._tiles, "plain": self._plain,
-            "dequantize": self._dequantize,
+            "small": self._small, "stream": self._stream, "wide": self._wide, "ws": self._ws, "tiles": self._tiles,
+            "plain": self._plain, "dequantize": self._dequantize,
         }[row["kernel"]]  # fmt: skip
         return build(row, m, half, out, "*fp32" if bias is None else _TYPES[bias.dtype], bias is not None)
 
@@ -194,7 +201,7 @@ class Dense:
         xs = min(xs, steps, max(2, _X_BYTES // slot))
         constants = {
             "K": self.k, **self._common(half, bias), "EVEN_N": self.n % (16 * r * wn) == 0, "WK": wk, "WN": wn, "R": r, "U": u,
-            "MT": mt, "MR": held, "SPLIT": 1, "D": row["D"], "XS": xs,
+            "MT": mt, "MR": held, "SPLIT": 1, "D": row["D"], "XS": xs, "HOLD": row.get("HOLD", 0),
         }  # fmt: skip
         signature = {
             "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32", "bias_ptr": bias_type, "y_ptr": _TYPES[out],
@@ -210,6 +217,37 @@ class Dense:
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             yp = y.data_ptr()
             kernel(gx, 1, raw_stream(index), x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, alpha, alpha, m, n, oc, *tail)
+
+        return run
+
+    def _stream(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
+        from fp4.gpu.kernels.stream_m import stream_m
+
+        wk, wn, r, steps = (row[c] for c in ("WK", "WN", "R", "S"))
+        mt = max(8, 1 << (m - 1).bit_length())
+        held = 1 if m == 1 else mt
+        slots = 1 if held == 1 else max(2, min(row["XS"], 2 * _X_BYTES // (wk * mt * steps * 512)))
+        constants = {
+            "K": self.k, **self._common(half, bias), "WK": wk, "WN": wn, "R": r, "MT": mt, "MR": held, "D": row["D"], "S": steps,
+            "XS": slots, "LOOP": bool(row.get("LOOP")), "PF": row.get("PF", 0),
+        }  # fmt: skip
+        signature = {
+            "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i64", "alpha_ptr": "*fp32", "bias_ptr": bias_type, "y_ptr": _TYPES[out],
+            "M": "i32", "N": "i32", "oc": "i32",
+        }  # fmt: skip
+        per = row["PER"]
+        kernel = launch.build(
+            stream_m, signature, constants, num_warps=wk * wn, aligned=self._aligned(N=self.n), maxnreg=launch.registers(wk * wn, per)
+        )
+        room = per * launch.processors(self.device)
+        grid = min(self.nt, room if row.get("LOOP") else -(-self.nt // (room * wn * r)) * room)
+        head = (self.codes.data_ptr(), self.scale.data_ptr(), self._alpha[half].data_ptr())
+        tail = (self.n, self._windows[half].oc, *launch.constants_in_order(stream_m, constants))
+        index, raw_stream = self._index, _raw_stream
+
+        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+            yp = y.data_ptr()
+            kernel(grid, 1, raw_stream(index), x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, m, *tail)
 
         return run
 
@@ -267,7 +305,7 @@ class Dense:
             stream = raw_stream(index)
             tiles = tiles_n * -(-m // bt)
             words = m * kt * 32
-            space = torch.empty(words + (0 if split == 1 else split * m * n + counts), dtype=torch.int32, device=device)
+            space = _empty((words + (0 if split == 1 else split * m * n + counts),), (1,), dtype=torch.int32, device=device)
             sp, yp = space.data_ptr(), y.data_ptr()
             part, count = (alpha, alpha) if split == 1 else (sp + 4 * words, sp + 4 * (words + split * m * n))
             px(x, m, stream, sp, count)
@@ -308,7 +346,7 @@ class Dense:
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             stream = _raw_stream(index)
             words = m * kt * 32
-            space = torch.empty(words + sums + counts, dtype=torch.int32, device=device)
+            space = _empty((words + sums + counts,), (1,), dtype=torch.int32, device=device)
             sp, yp = space.data_ptr(), y.data_ptr()
             part, count = sp + 4 * words, sp + 4 * (words + sums)
             px(x, m, stream, sp, count)

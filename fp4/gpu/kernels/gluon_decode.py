@@ -38,6 +38,12 @@ H2 = gl.constexpr((gl.float16,) * 2)
 
 
 @gluon.jit
+def hold():
+    """Loads above stay above: ptxas would put them off until their values are wanted, however far ahead they are asked for."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0,0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def unpack_scales(s, oc, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr):
     if KIND == 16:
         ASM: gl.constexpr = (S16HA if HALF else S16BA) if ANY else (S16H if HALF else S16B)

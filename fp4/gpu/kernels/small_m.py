@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x
+from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x, hold
 
 
 @gluon.jit
@@ -61,7 +61,7 @@ def small_m(
     x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, oc,
     K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_N: gl.constexpr,
     WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, MR: gl.constexpr,
-    SPLIT: gl.constexpr, D: gl.constexpr, XS: gl.constexpr,
+    SPLIT: gl.constexpr, D: gl.constexpr, XS: gl.constexpr, HOLD: gl.constexpr,
 ):  # fmt: skip
     """x_ptr: i32 words of x [M, K/2]; MR: rows of x held in shared memory (1, or MT); grid (ceil(N / (16 R WN)), SPLIT)."""
     WK * WN
@@ -144,6 +144,8 @@ def small_m(
         if i + D < n:
             a3 = _load(ap + (i + D) * (ST * 128), live_a & (kt0 + (i + D) * ST + ka < KT), MASKED)
             s3 = _load(sp + (i + D) * ((ST * L) // 4), live_s & ((kt0 + (i + D) * ST) // 4 + bs < KB), MASKED)
+            if HOLD:
+                hold()
         if XS == 0:
             x = x0
             if i + 1 < n:
