@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""Activations of the grouped kernels, in fp32."""
+"""What the grouped kernels of Hopper share: activations in fp32, the gather of rows, the epilogue. ``grouped_small`` takes the activations."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["RELU2", "SILU", "SITU", "SWIGLU", "activate"]
+__all__ = ["RELU2", "SILU", "SITU", "SWIGLU", "activate", "finish", "gather"]
 
 #: codes of the ACT parameter; 0 is the non-gated squared ReLU
 RELU2, SWIGLU, SILU, SITU = 0, 1, 2, 3
@@ -40,3 +40,90 @@ def activate(gate, up, p0, p1, p2, ACT: gl.constexpr):
     else:
         g = p0 * _tanh(gate / p0) * _sigmoid(gate)
         return g * gl.where(p1 > 0, p1 * _tanh(up / p1), up)
+
+
+@gluon.jit
+def gather(
+    x_ptr, order_ptr, row0, rows, topk,
+    START: gl.constexpr, MT: gl.constexpr, KT: gl.constexpr, COLS: gl.constexpr, FIRST: gl.constexpr, LX: gl.constexpr,
+):  # fmt: skip
+    """Pointers [MT, COLS] to the first columns of a block's rows from START on, whether each row exists [MT, 1], the columns [1, COLS].
+
+    FIRST: rows of tokens, found through ``order``; else sorted rows. A row is 64 KT columns.
+    """
+    m = START + gl.arange(0, MT, layout=gl.SliceLayout(1, LX))
+    k = gl.arange(0, COLS, layout=gl.SliceLayout(0, LX))[None, :]
+    live = m < rows
+    if FIRST:
+        src = gl.load(order_ptr + row0 + m, mask=live, other=0) // topk
+    else:
+        src = gl.where(live, row0 + m, 0)
+    return x_ptr + src.to(gl.int64)[:, None] * (KT * 64) + k, live[:, None], k
+
+
+@gluon.jit
+def finish(
+    acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, rows, tile0,
+    N: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr, HALF: gl.constexpr, NW: gl.constexpr, BN: gl.constexpr,
+    MT: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """The epilogue of acc [BN, MT]: BN weight rows from row tile tile0 of expert e, sorted rows row0 .. row0 + rows; NW warps.
+
+    FIRST: activation, in the fragments' k order of the next product, zeros up to its padded row. Else times gamma, to the pairs' rows.
+    """
+    DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
+    col = tile0 * 16
+    if FIRST:
+        if ACT != 0:
+            gate, up = gl.split(acc.reshape([BN // 16, 2, 8, MT]).permute([0, 2, 3, 1]))
+            rt = gl.arange(0, BN // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gate.type.layout)))[:, None, None]
+            rg = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gate.type.layout)))[None, :, None]
+            n = col + rt * 16 + rg
+            gate = gate * gl.load(alpha_ptr + 2 * e)
+            up = up * gl.load(alpha_ptr + 2 * e + 1)
+            if BIAS:
+                gate += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
+                up += gl.load(bias_ptr + e * N + n + 8, mask=n + 8 < N, other=0.0)
+            h = activate(gate, up, p0, p1, p2, ACT).to(DT)
+            UN: gl.constexpr = BN // 2
+            NO: gl.constexpr = N // 2
+        else:
+            n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))[:, None]
+            acc = acc * gl.load(alpha_ptr + 2 * e)
+            if BIAS:
+                acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
+            h = gl.where(acc > 0, acc * acc, gl.where(acc == acc, 0.0, acc)).to(DT)
+            UN: gl.constexpr = BN
+            NO: gl.constexpr = N
+        NP: gl.constexpr = (NO + 63) // 64 * 64
+        unit = (col * UN) // BN
+        # units t step h l -> fragment order step h t l
+        if UN < 64:  # half of a 64-column tile: t = 0, 1 or t = 2, 3
+            LH: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 8, 1], [NW, 1, 1], [2, 1, 0])
+            h = h.reshape([2, 4, 2, 2, MT]).permute([4, 1, 2, 0, 3]).reshape([MT, 8, 4])
+            h = gl.convert_layout(h, LH)
+            m = gl.arange(0, MT, layout=gl.SliceLayout(1, gl.SliceLayout(2, LH)))[:, None, None]
+            sh = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LH)))[None, :, None]
+            tl = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LH)))[None, None, :]
+            place = (unit // 64) * 64 + (unit % 64) // 8 + sh * 8 + tl
+        else:
+            LO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
+            h = h.reshape([UN // 64, 4, 4, 2, 2, MT]).permute([5, 0, 2, 3, 1, 4]).reshape([MT, UN])
+            h = gl.convert_layout(h, LO)
+            place = unit + gl.arange(0, UN, layout=gl.SliceLayout(0, LO))[None, :]
+            m = gl.arange(0, MT, layout=gl.SliceLayout(1, LO))[:, None]
+        gl.store(out_ptr + (row0 + m).to(gl.int64) * NP + place, h, mask=(m < rows) & (place < NP))
+    else:
+        n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+        m = gl.arange(0, MT, layout=gl.SliceLayout(0, MMA))
+        acc = acc * gl.load(alpha_ptr + 2 * e)
+        if BIAS:
+            acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)[:, None]
+        pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)
+        acc = acc * gl.load(gamma_ptr + pair, mask=m < rows, other=0.0).to(gl.float32)[None, :]
+        LY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if BN == 64 else [2, 16], [NW, 1], [1, 0])
+        y = gl.convert_layout(acc.to(out_ptr.dtype.element_ty).permute([1, 0]), LY)
+        m = gl.arange(0, MT, layout=gl.SliceLayout(1, LY))
+        n = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LY))[None, :]
+        pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)[:, None]
+        gl.store(out_ptr + pair.to(gl.int64) * N + n, y, mask=(m < rows)[:, None] & (n < N))

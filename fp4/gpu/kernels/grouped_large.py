@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
-from fp4.gpu.kernels.grouped_device import activate
+from fp4.gpu.kernels.grouped_device import finish, gather
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait, trigger, wait
 
 __all__ = ["grouped_large", "permute_rows"]
@@ -127,17 +127,9 @@ def _tile(
         lane = (lane // 4) * 2 + (lane % 4) // 2
     ts = (js // 32) * WN + ws
     ms = tile0 + ts < NT
-    mx = gl.arange(0, MT, layout=gl.SliceLayout(1, LX))
-    kx = gl.arange(0, 64, layout=gl.SliceLayout(0, LX))[None, :]
-    live = mx < rows
-    if FIRST:
-        src = gl.load(order_ptr + row0 + mx, mask=live, other=0) // topk
-    else:
-        src = gl.where(live, row0 + mx, 0)
+    xp, live, _ = gather(x_ptr, order_ptr, row0, rows, topk, 0, MT, KT, 64, FIRST, LX)
     ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + (ta * (KT * 128) + ia % 128)
     sp = s_ptr + (e.to(gl.int64) * NT + tile0) * (KB * SW) + (ts * (KB * SW) + lane * 2)
-    xp = x_ptr + src.to(gl.int64)[:, None] * (KT * 64) + kx
-    live = live[:, None]
 
     sx = ()
     sa = ()
@@ -178,51 +170,10 @@ def _tile(
     if KT % XS != 0:
         acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     cp_wait(0)
-    col = tile0 * 16
-    if FIRST:
-        LO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WN, 1], [1, 0])
-        if ACT != 0:
-            gate, up = gl.split(acc.reshape([WN * R, 2, 8, MT]).permute([0, 2, 3, 1]))
-            rt = gl.arange(0, WN * R, layout=gl.SliceLayout(1, gl.SliceLayout(2, gate.type.layout)))[:, None, None]
-            rg = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gate.type.layout)))[None, :, None]
-            n = col + rt * 16 + rg
-            gate = gate * gl.load(alpha_ptr + 2 * e)
-            up = up * gl.load(alpha_ptr + 2 * e + 1)
-            if BIAS:
-                gate += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
-                up += gl.load(bias_ptr + e * N + n + 8, mask=n + 8 < N, other=0.0)
-            h = activate(gate, up, p0, p1, p2, ACT).to(DT)
-            UN: gl.constexpr = BN // 2
-            NO: gl.constexpr = N // 2
-        else:
-            n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))[:, None]
-            acc = acc * gl.load(alpha_ptr + 2 * e)
-            if BIAS:
-                acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
-            h = gl.where(acc > 0, acc * acc, gl.where(acc == acc, 0.0, acc)).to(DT)
-            UN: gl.constexpr = BN
-            NO: gl.constexpr = N
-        # units t step h l -> fragment order step h t l of the next product; units past NO are written as zero up to its padded row
-        h = h.reshape([UN // 64, 4, 4, 2, 2, MT]).permute([5, 0, 2, 3, 1, 4]).reshape([MT, UN])
-        h = gl.convert_layout(h, LO)
-        NP: gl.constexpr = (NO + 63) // 64 * 64
-        unit = (col * UN) // BN + gl.arange(0, UN, layout=gl.SliceLayout(0, LO))[None, :]
-        m = gl.arange(0, MT, layout=gl.SliceLayout(1, LO))[:, None]
-        gl.store(out_ptr + (row0 + m).to(gl.int64) * NP + unit, h, mask=(m < rows) & (unit < NP))
-    else:
-        n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
-        m = gl.arange(0, MT, layout=gl.SliceLayout(0, MMA))
-        acc = acc * gl.load(alpha_ptr + 2 * e)
-        if BIAS:
-            acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)[:, None]
-        pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)
-        acc = acc * gl.load(gamma_ptr + pair, mask=m < rows, other=0.0).to(gl.float32)[None, :]
-        LY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WN, 1], [1, 0])
-        y = gl.convert_layout(acc.to(out_ptr.dtype.element_ty).permute([1, 0]), LY)
-        m = gl.arange(0, MT, layout=gl.SliceLayout(1, LY))
-        n = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LY))[None, :]
-        pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)[:, None]
-        gl.store(out_ptr + pair.to(gl.int64) * N + n, y, mask=(m < rows)[:, None] & (n < N))
+    finish(
+        acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, rows, tile0,
+        N, ACT, FIRST, BIAS, HALF, WN, BN, MT, MMA,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["oc", "topk"])

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import cp_async, frag_w, unpack_scales, words_to_products
-from fp4.gpu.kernels.grouped_device import activate
+from fp4.gpu.kernels.grouped_device import finish, gather
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait
 
 __all__ = ["grouped_wide"]
@@ -87,8 +87,6 @@ def _produce(
     if KIND == 32:
         lane = (lane // 4) * 2 + (lane % 4) // 2
     os = ws * (KB * SW) + lane * 2
-    mx = gl.arange(0, MT, layout=gl.SliceLayout(1, LX))
-    kx = gl.arange(0, U * 64, layout=gl.SliceLayout(0, LX))[None, :]
     slot = 0
     phase = 1
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -97,22 +95,11 @@ def _produce(
         e = gl.load(sched_ptr + 1 + 3 * block)
         row0 = gl.load(sched_ptr + 2 + 3 * block)
         rows = gl.load(sched_ptr + 3 + 3 * block)
-        live = mx < rows
-        if FIRST:
-            src = gl.load(order_ptr + row0 + mx, mask=live, other=0) // topk
-        else:
-            src = gl.where(live, row0 + mx, 0)
-        xp = x_ptr + src.to(gl.int64)[:, None] * (KT * 64) + kx
-        live = live[:, None] & (kx >= 0)
+        xp, live, kx = gather(x_ptr, order_ptr, row0, rows, topk, 0, MT, KT, U * 64, FIRST, LX)
+        live = live & (kx >= 0)
         if EX > 0:
-            my = MT + gl.arange(0, EX, layout=gl.SliceLayout(1, LX))
-            livey = my < rows
-            if FIRST:
-                srcy = gl.load(order_ptr + row0 + my, mask=livey, other=0) // topk
-            else:
-                srcy = gl.where(livey, row0 + my, 0)
-            yp = x_ptr + srcy.to(gl.int64)[:, None] * (KT * 64) + kx
-            livey = livey[:, None] & (kx >= 0)
+            yp, livey, ky = gather(x_ptr, order_ptr, row0, rows, topk, MT, EX, KT, U * 64, FIRST, LX)
+            livey = livey & (ky >= 0)
         ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + oa
         sp = s_ptr + (e.to(gl.int64) * NT + tile0) * (KB * SW) + os
         for n in range(ITER):
@@ -137,72 +124,6 @@ def _produce(
                     cp_async(ss[c].index(slot), sp + (c * 4 * KB * SW + sn), mask=tile0 + c * 4 + (ws + lane * 0) < NT)
             async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
             slot, phase = _next(slot, phase, XS)
-
-
-@gluon.jit
-def _finish(
-    acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, rows, tile0,
-    N: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr, HALF: gl.constexpr, MT: gl.constexpr,
-    MMA: gl.constexpr,
-):  # fmt: skip
-    """The epilogue of acc [64, MT]; rows counts from row0."""
-    DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    BN: gl.constexpr = 64
-    col = tile0 * 16
-    if FIRST:
-        if ACT != 0:
-            gate, up = gl.split(acc.reshape([4, 2, 8, MT]).permute([0, 2, 3, 1]))
-            rt = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gate.type.layout)))[:, None, None]
-            rg = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gate.type.layout)))[None, :, None]
-            n = col + rt * 16 + rg
-            gate = gate * gl.load(alpha_ptr + 2 * e)
-            up = up * gl.load(alpha_ptr + 2 * e + 1)
-            if BIAS:
-                gate += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
-                up += gl.load(bias_ptr + e * N + n + 8, mask=n + 8 < N, other=0.0)
-            h = activate(gate, up, p0, p1, p2, ACT).to(DT)
-            UN: gl.constexpr = BN // 2
-            NO: gl.constexpr = N // 2
-        else:
-            n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))[:, None]
-            acc = acc * gl.load(alpha_ptr + 2 * e)
-            if BIAS:
-                acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
-            h = gl.where(acc > 0, acc * acc, gl.where(acc == acc, 0.0, acc)).to(DT)
-            UN: gl.constexpr = BN
-            NO: gl.constexpr = N
-        NP: gl.constexpr = (NO + 63) // 64 * 64
-        unit = (col * UN) // BN
-        # units t step h l -> fragment order step h t l of the next product, zeros up to its padded row
-        if ACT != 0:  # half of a 64-column tile: t = 0, 1 or t = 2, 3
-            LH: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 8, 1], [4, 1, 1], [2, 1, 0])
-            h = h.reshape([2, 4, 2, 2, MT]).permute([4, 1, 2, 0, 3]).reshape([MT, 8, 4])
-            h = gl.convert_layout(h, LH)
-            m = gl.arange(0, MT, layout=gl.SliceLayout(1, gl.SliceLayout(2, LH)))[:, None, None]
-            sh = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LH)))[None, :, None]
-            tl = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LH)))[None, None, :]
-            place = (unit // 64) * 64 + (unit % 64) // 8 + sh * 8 + tl
-        else:
-            LO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            h = h.reshape([4, 4, 2, 2, MT]).permute([4, 1, 2, 0, 3]).reshape([MT, UN])
-            h = gl.convert_layout(h, LO)
-            m = gl.arange(0, MT, layout=gl.SliceLayout(1, LO))[:, None]
-            place = unit + gl.arange(0, UN, layout=gl.SliceLayout(0, LO))[None, :]
-        gl.store(out_ptr + (row0 + m).to(gl.int64) * NP + place, h, mask=(m < rows) & (place < NP))
-    else:
-        n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
-        m = gl.arange(0, MT, layout=gl.SliceLayout(0, MMA))
-        acc = acc * gl.load(alpha_ptr + 2 * e)
-        if BIAS:
-            acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)[:, None]
-        pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)
-        acc = acc * gl.load(gamma_ptr + pair, mask=m < rows, other=0.0).to(gl.float32)[None, :]
-        LY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        y = gl.convert_layout(acc.to(out_ptr.dtype.element_ty).permute([1, 0]), LY)
-        m = gl.arange(0, MT, layout=gl.SliceLayout(1, LY))
-        n = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LY))[None, :]
-        pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)[:, None]
-        gl.store(out_ptr + pair.to(gl.int64) * N + n, y, mask=(m < rows)[:, None] & (n < N))
 
 
 @gluon.jit
@@ -276,14 +197,14 @@ def _tile(
         else:
             acc, w = warpgroup_mma_wait(0, deps=(acc, w))
         async_copy.mbarrier_arrive(empty.index(here), increment_count=False)
-    _finish(
+    finish(
         acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, gl.minimum(rows, P), tile0,
-        N, ACT, FIRST, BIAS, HALF, P, MMA,
+        N, ACT, FIRST, BIAS, HALF, 4, 64, P, MMA,
     )  # fmt: skip
     if E > 0:
-        _finish(
+        finish(
             acc2, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0 + P, rows - P, tile0,
-            N, ACT, FIRST, BIAS, HALF, E, MMB,
+            N, ACT, FIRST, BIAS, HALF, 4, 64, E, MMB,
         )  # fmt: skip
     return slot, phase
 
