@@ -16,11 +16,11 @@ from ring_model import Fault, Machine, Run, _names, _parse
 
 
 class WideRun(Run):
-    """A multiplying warp group (group >= 0), or the one that fetches (-1). ``chunks``: fetched so far, or those whose words were read."""
+    """A multiplying warp group (group >= 0), or the one that fetches (-1). ``chunks``: fetched so far, or those waited for."""
 
     def __init__(self, machine: Machine, group: int, sched: Sequence[int]) -> None:
         super().__init__(machine, group)
-        self.sched, self.chunks, self.loads = sched, 0, 0
+        self.sched, self.chunks = sched, 0
         self.pending: list[Any] = []
 
     def statement(self, text: str, bodies: list[Any], env: dict[str, Any]) -> Iterator[Any]:
@@ -40,9 +40,7 @@ class WideRun(Run):
             yield
             return None
         if op == "ttg.local_load":
-            self.holds(got[0][:2], self.loads // 2)  # codes, scales
-            self.loads += 1
-            self.chunks = self.loads // 2
+            self.holds(got[0][:2], self.chunks - 1)
             yield
             return None
         return (yield from super().statement(text, bodies, env))
@@ -57,6 +55,9 @@ class WideRun(Run):
             m.copies.append(("arrive", self.pending, m.barriers[got[0][:2]]))
             self.pending, self.chunks = [], self.chunks + 1
             yield
+        elif op == "wait_barrier" and self.group >= 0:
+            yield from super().act(op, rest, got)
+            self.chunks += 1
         elif op == "async_copy_mbarrier_arrive":
             yield
             barrier = m.barriers[got[0][:2]]

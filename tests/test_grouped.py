@@ -28,12 +28,12 @@ pytestmark = pytest.mark.kernel
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def route(ids, first, experts, block, chunk=512):
+def route(ids, first, experts, block, chunk=512, light=0):
     pairs = ids.numel()
     order = torch.full((pairs + 1,), -7, dtype=torch.int32, device=DEVICE)
     sched = torch.full((1 + 3 * max_blocks(pairs, experts, block),), -9, dtype=torch.int32, device=DEVICE)
     bins = triton.next_power_of_2(experts + 1)
-    route_kernel[(experts,)](ids.to(DEVICE), order, sched, pairs, first, experts, BLOCK=block, CHUNK=chunk, BINS=bins)
+    route_kernel[(experts,)](ids.to(DEVICE), order, sched, pairs, first, experts, BLOCK=block, CHUNK=chunk, BINS=bins, LIGHT=light)
     return order.cpu(), sched.cpu()
 
 
@@ -52,6 +52,21 @@ def test_route_is_the_stable_sort(pairs, experts, first, block, dtype):
     assert sched[1 : 1 + 3 * len(blocks)].view(-1, 3).tolist() == [list(b) for b in blocks]
     assert torch.equal(order[: len(want)], want)
     assert (order[len(want) :] == -7).all(), "entries past the last local pair are not written"
+
+
+@pytest.mark.parametrize(("light", "kinds"), [(5, 1), (24, 2), (40, 2), (100, 1)])
+def test_blocks_of_experts_with_many_rows_come_first(light, kinds):
+    torch.manual_seed(3)
+    ids = torch.cat((torch.randint(0, 9, (200,)), torch.full((50,), 4)))[torch.randperm(250)].int()
+    order, sched = route(ids, 1, 8, 16, light=light)
+    want, blocks = route_reference(ids, 1, 8, 16, light)
+    assert torch.equal(order[: len(want)], want)
+    assert sched[1 : 1 + 3 * len(blocks)].view(-1, 3).tolist() == [list(b) for b in blocks]
+    rows = torch.bincount(ids.long(), minlength=9)[1:]
+    assert {e for e, _, _ in blocks} == {e for e in range(8) if rows[e]}
+    many = [int(rows[e]) > light for e, _, _ in blocks]
+    assert many == sorted(many, reverse=True)
+    assert len(set(many)) == kinds
 
 
 def test_route_of_one_expert_and_of_none():

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the grouped kernels of Hopper share: activations in fp32, the gather of rows, the epilogue. ``grouped_small`` takes the activations."""
+"""What the grouped kernels share: activations in fp32, and on Hopper the gather of rows and the epilogue."""
 
 from __future__ import annotations
 

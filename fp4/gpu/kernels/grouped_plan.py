@@ -26,6 +26,12 @@ class Plan:
         """Whether x comes in the fragments' k order (``permute_rows``)."""
         return self.kernel != "small"
 
+    @property
+    def light(self) -> int:
+        """Most rows of an expert whose block takes the kernel's smaller tile; 0: all blocks cost the same."""
+        f = dict(self.config)
+        return f["MT"] if f.get("EX") else f["LOW"] if f.get("LOW", self.mt) < self.mt else 0
+
 
 def small(mt: int, wk: int, r: int, u: int) -> Plan:
     return Plan("small", mt, (("WK", wk), ("R", r), ("U", u)))

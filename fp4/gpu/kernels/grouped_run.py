@@ -136,9 +136,8 @@ class Chain:
         over = pdl and plan.overlap
         bins = triton.next_power_of_2(g.experts + 1)
         chunk = _chunk(pairs)
-        self.route = _compile(
-            route_kernel, {"ids_ptr": ids}, {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins, "PDL": pdl}, 8 if chunk > 2048 else 4, target
-        )
+        sort = {"BLOCK": plan.mt, "CHUNK": chunk, "BINS": bins, "LIGHT": plan.light, "PDL": pdl}
+        self.route = _compile(route_kernel, {"ids_ptr": ids}, sort, 8 if chunk > 2048 else 4, target)
         ends: list[Any] = []
         for i in (0, 1):
             c = dict(plan.config)

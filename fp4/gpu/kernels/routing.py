@@ -37,12 +37,15 @@ def route_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
+    LIGHT: tl.constexpr = 0,
     PDL: tl.constexpr = False,
 ):
     """ids int [pairs] -> order i32 [pairs], sched i32 [1 + 3 * max_blocks].
 
     order: the local pairs, by expert and then by pair number; entries past the last local pair are not written.
-    sched[0]: number of blocks; then for block b ``sched[1 + 3 b ..] = expert, first sorted row, rows`` with rows <= BLOCK.
+    sched[0]: number of blocks; then for block b ``sched[1 + 3 b ..] = expert, first sorted row, rows`` with rows <= BLOCK. Blocks of one
+    expert follow each other, those of experts with more than LIGHT rows come first: programs that take blocks in turn then differ by
+    at most one block of each kind.
     A pair is local when ``first <= id < first + experts``. BINS: a power of two > experts. Grid: (experts,).
     """
     trigger(PDL)
@@ -60,7 +63,11 @@ def route_kernel(
     start = tl.sum(tl.where(before, hist, 0), 0)
     count = tl.sum(tl.where(bins == e, hist, 0), 0)
     blocks = (hist + BLOCK - 1) // BLOCK
-    base = tl.sum(tl.where(before, blocks, 0), 0)
+    ahead = before
+    if LIGHT > 0:
+        heavy = hist > LIGHT
+        ahead = (before & (heavy == (count > LIGHT))) | (heavy & (count <= LIGHT))
+    base = tl.sum(tl.where(ahead, blocks, 0), 0)
     if e == 0:
         tl.store(sched_ptr, tl.sum(blocks, 0))
     mine = (count + BLOCK - 1) // BLOCK
@@ -101,14 +108,16 @@ def reduce_kernel(
     tl.store(out_ptr + t * H + col, acc.to(out_ptr.dtype.element_ty), mask=col < H)
 
 
-def route_reference(ids: torch.Tensor, first: int, experts: int, block: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
+def route_reference(
+    ids: torch.Tensor, first: int, experts: int, block: int, light: int = 0
+) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
     """What ``route_kernel`` writes, in torch: (order of the local pairs, list of (expert, first row, rows))."""
     flat = ids.reshape(-1).long() - first
     local = (flat >= 0) & (flat < experts)
     key = torch.where(local, flat, experts)
     order = torch.argsort(key, stable=True)[: int(local.sum())].int()
-    sched, row = [], 0
+    row, each = 0, []
     for e, n in enumerate(torch.bincount(key, minlength=experts + 1)[:experts].tolist()):
-        sched += [(e, row + i, min(block, n - i)) for i in range(0, n, block)]
+        each.append((n <= light, [(e, row + i, min(block, n - i)) for i in range(0, n, block)]))
         row += n
-    return order, sched
+    return order, [b for last in (False, True) for is_light, blocks in each if is_light == last for b in blocks]
