@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe import compile_ahead, graph_us, parse, weight
+from moe import compile_ahead, graph_us, inputs, parse
+from moe import layer as random_layer
 
 import fp4
-from fp4.ref.moe import moe as reference
 from fp4.tensor import QuantizedTensor
 
 SWIGLU = "fminf(a, 7.f) / (1.f + __expf(-1.702f * fminf(a, 7.f))) * (fminf(fmaxf(b, -7.f), 7.f) + 1.f)"
@@ -100,38 +100,28 @@ def main() -> None:
     tokens = [int(t) for t in a.tokens.split(",")]
     if not a.compiled:
         compile_ahead(tokens)
-    w13, w2 = weight(a.format, a.experts, 2 * a.inter, a.hidden, 11), weight(a.format, a.experts, a.hidden, a.inter, 12)
-    b13 = (torch.randn(a.experts, 2 * a.inter, device="cuda") * 0.1).bfloat16().float()
-    b2 = (torch.randn(a.experts, a.hidden, device="cuda") * 0.1).bfloat16().float()
-    options = {"gate_up": "interleaved", "activation": fp4.SwiGLU(), "bias13": b13, "bias2": b2}
+    w13, w2, options = random_layer(a)
     ex = fp4.prepare_moe(w13, w2, backend="triton", **options)
     peers: dict[tuple[int, int], Any] = {}
     for pad in ((128, 64), (256, 128)):
         try:
-            peers[pad] = layer(w13, b13, pad), layer(w2, b2, pad)
+            peers[pad] = layer(w13, options["bias13"], pad), layer(w2, options["bias2"], pad)
         except Exception as e:
             print(f"humming, padding {pad}: {type(e).__name__}: {str(e)[:300]}", file=sys.stderr, flush=True)
     flush = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     rows = []
     for t in tokens:
-        torch.manual_seed(t)
-        x = torch.randn(t, a.hidden, device="cuda", dtype=torch.bfloat16)
-        p, ids = torch.topk(torch.randn(t, a.experts, device="cuda"), a.topk)
-        p, ids = torch.softmax(p, -1), ids.int()
-        some = slice(0, min(t, 32))
-        want = reference(x[some], w13, w2, ids[some], p[some], acc=torch.float64, out_dtype=torch.float64, **options)
-
-        def error(y: torch.Tensor, want: torch.Tensor = want, some: slice = some) -> float:
-            return ((y[some].double() - want).norm() / want.norm()).item()
-
+        x, ids, p, error = inputs(a, t, w13, w2, options)
         ours = lambda: fp4.moe(x, ex, ids, p)  # noqa: B023, E731
-        row: dict[str, Any] = {"tokens": t, "fp4": graph_us(ours, flush), "error": error(ours())}
+        row: dict[str, Any] = {"tokens": t} if a.warm else {"tokens": t, "fp4": graph_us(ours, flush), "error": error(ours())}
         for pad, layers in peers.items():
             try:
                 products, whole, tiles = bind(layers, ids, p, a.experts)
                 wrong = error(whole(x))
                 if not wrong < 1e-2:
                     raise RuntimeError(f"relative error {wrong:.2e}")
+                if a.warm:
+                    continue
                 got = {
                     "humming error": wrong,
                     "humming products": graph_us(lambda: products(x), flush),  # noqa: B023
