@@ -40,7 +40,8 @@ def quantize_last(
     if _on_gpu(x):
         from fp4.ref import triton_quantize
 
-        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs)
+        chained = global_scale is None and encode_scale is None
+        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs, chained=chained)
     else:
         codes, scale = ref.quantize_blocks(x, fmt, how, g, gs)
     return codes, scale, g
@@ -83,12 +84,13 @@ def quantize_into(
     x: torch.Tensor, fmt: Format, how: Recipe, g: torch.Tensor | None, gs: torch.Tensor | None, per_expert: bool, order: Layout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As ``quantize_last``, the scales in the storage order of ``order``: by the kernel's own stores where it can, else by ``apply``."""
+    chained = g is None and gs is None
     g, gs = ref.resolve_global_scale(x, fmt, how, g, gs, per_expert)
     if _on_gpu(x):
         from fp4.ref import triton_quantize
 
         own = isinstance(order, Layout) and order.word is None and order.unit == "byte" and x.ndim <= 3
-        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs, scale_layout=order if own else None)
+        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs, scale_layout=order if own else None, chained=chained)
     else:
         own = False
         codes, scale = ref.quantize_blocks(x, fmt, how, g, gs)

@@ -21,11 +21,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fp4 import layouts, recipe
-from fp4.formats import MXFP4, MXFP8, NVFP4
+from fp4.formats import MXFP4, MXFP8, NVFP4, NVFP4_B32
 from fp4.gpu.kernels import permute
 from fp4.gpu.kernels.act_quantize import act_and_quantize
 from fp4.gpu.kernels.block_scaled import block_scaled
 from fp4.ref import triton_amax, triton_quantize
+from fp4.ref.activation import SwiGLU
 from fp4.ref.triton_matmul import _product
 
 ARCH = int(sys.argv[1])
@@ -102,14 +103,14 @@ def launched(host: Any) -> Any:
     return kernels[0]
 
 
-def quantize(fmt: Any, dtype: torch.dtype, preset: str = "default", layout: str = "") -> Any:
+def quantize(fmt: Any, dtype: torch.dtype, preset: str = "default", layout: str = "", chained: bool = False) -> Any:
     x = torch.zeros((256, 8192), dtype=dtype)
     how, order = recipe.get(preset, fmt.name), layouts.get(layout) if layout else None
     g = torch.ones(()) if fmt.tensor_scale else None
-    return launched(lambda: triton_quantize.quantize_blocks(x, fmt, how, g, g, order))
+    return launched(lambda: triton_quantize.quantize_blocks(x, fmt, how, g, g, order, chained=chained))
 
 
-def act(fmt: Any, order: str, activation: str) -> Any:
+def act(fmt: Any, order: str, activation: Any) -> Any:
     h, g = torch.zeros((256, 8192), dtype=torch.bfloat16), torch.ones(()) if fmt.tensor_scale else None
     return launched(lambda: act_and_quantize(h, activation, order, fmt, recipe.get("default", fmt.name), g))
 
@@ -136,13 +137,18 @@ CASES: dict[str, Any] = {
     "quantize nvfp4 bf16 to sf_128x4": lambda: quantize(NVFP4, torch.bfloat16, layout="sf_128x4"),
     "quantize nvfp4 bf16 te": lambda: quantize(NVFP4, torch.bfloat16, "te"),
     "quantize nvfp4 bf16 flashinfer": lambda: quantize(NVFP4, torch.bfloat16, "flashinfer"),
+    "quantize nvfp4 bf16 behind its amax": lambda: quantize(NVFP4, torch.bfloat16, chained=True),
     "quantize mxfp4 bf16": lambda: quantize(MXFP4, torch.bfloat16),
     "quantize mxfp4 bf16 to sf_128x4": lambda: quantize(MXFP4, torch.bfloat16, layout="sf_128x4"),
     "quantize mxfp8 bf16": lambda: quantize(MXFP8, torch.bfloat16),
     "act nvfp4 gate_up silu": lambda: act(NVFP4, "gate_up", "silu"),
+    "act nvfp4 gate_up swiglu": lambda: act(NVFP4, "gate_up", "swiglu_oai"),
     "act nvfp4 interleaved swiglu": lambda: act(NVFP4, "interleaved", "swiglu_oai"),
+    "act nvfp4_b32 gate_up silu": lambda: act(NVFP4_B32, "gate_up", "silu"),
     "act mxfp4 interleaved silu": lambda: act(MXFP4, "interleaved", "silu"),
     "act mxfp8 gate_up swiglu": lambda: act(MXFP8, "gate_up", "swiglu_oai"),
+    "act nvfp4 interleaved swiglu unlimited": lambda: act(NVFP4, "interleaved", SwiGLU(limit=None)),
+    "act nvfp4 interleaved swiglu 0.3": lambda: act(NVFP4, "interleaved", SwiGLU(limit=0.3)),
     "amax bf16": lambda: amax(torch.bfloat16),
     "amax fp32": lambda: amax(torch.float32),
     "quantize nvfp4 fp16": lambda: quantize(NVFP4, torch.float16),

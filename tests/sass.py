@@ -23,9 +23,22 @@ def disassemble(cubin: bytes) -> str:
 
 
 def straight_length(sass: str) -> int:
-    """Instructions of a thread of a kernel without loops, up to its last EXIT: what lies behind it are the rare cases of a division."""
-    code = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE)
-    return max(i for i, text in enumerate(code) if "EXIT" in text) + 1
+    """Instructions of a thread of a kernel without loops, up to its last EXIT: what lies behind it are the rare cases of a division. What
+    an unconditional forward jump passes over is not counted: the rare case of a branch, behind the usual one."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if m := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[m[1]] = len(code)
+        elif m := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            code.append(m[1].strip())
+    last = max(i for i, text in enumerate(code) if "EXIT" in text)
+    at = count = 0
+    while at <= last:
+        count += 1
+        m = re.match(r"BRA `\((\.L_x_\d+)\)", code[at])
+        at = labels[m[1]] if m and labels[m[1]] > at else at + 1
+    return count
 
 
 def _loops(sass: str) -> list[list[str]]:

@@ -760,20 +760,3 @@ def test_stored_repr_is_one_line() -> None:
     q = fp4.quantize(randn(130, 64), "nvfp4", global_scale=0.5, scale_layout="sf_128x4")
     assert repr(q) == "StoredQuantized(nvfp4, shape=[130, 64], global_scale=0.5, scale=sf_128x4, device=cpu)"
     assert repr(q.scale) == "Stored(sf_128x4, shape=[130, 4], 1024 bytes, device=cpu)"
-
-
-def test_e2m1_by_powers_of_two_in_half_words():
-    """A model of the bf16 instructions of ``triton_pairs``, whose machine code only a GPU runs: every magnitude by every ue8m0 scale."""
-    from fp4.ref.codes import encode_e2m1
-
-    def bf16(t: torch.Tensor) -> torch.Tensor:
-        return t.float().to(torch.bfloat16).double()
-
-    m = torch.arange(0x8000).to(torch.int16).view(torch.bfloat16)
-    for byte in range(255):
-        factor = torch.tensor((254 - byte) << 23 if byte < 254 else 0x00400000, dtype=torch.int32).view(torch.float32)
-        y = m.float() * factor
-        want = torch.where(y != y, 7, encode_e2m1(y) & 7)
-        y = torch.fmin(bf16(m.double() * factor.double()), torch.tensor(6.0, dtype=torch.float64))
-        lines = torch.minimum(torch.minimum(bf16(2 * y + 192), bf16(y + 194)), bf16(y / 2 + 196))
-        assert torch.equal(lines.to(torch.bfloat16).view(torch.int16) - 0x4340, want.to(torch.int16)), byte

@@ -78,25 +78,65 @@ def _pair(even, odd, F16: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
+def _limits(p2, F16: tl.constexpr):
+    """The limit in both halves of a word, i32."""
+    if F16:
+        half = p2.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        half = bits_of(p2) >> 16
+    return half * 65537
+
+
+@triton.jit
+def _at_most_pairs(w, limit, F16: tl.constexpr):
+    """Both halves at most the limit (``_limits``), NaN kept."""
+    ASM: tl.constexpr = "min.NaN.f16x2 $0, $1, $2;" if F16 else "min.NaN.bf16x2 $0, $1, $2;"
+    return _asm2(ASM, w, limit)
+
+
+@triton.jit
+def _within_pairs(w, limit, F16: tl.constexpr, NATIVE: tl.constexpr):
+    """Both halves' magnitudes at most the limit, NaN kept. SM86 has it in one instruction."""
+    if NATIVE > 1:
+        ASM: tl.constexpr = "min.NaN.xorsign.abs.f16x2 $0, $1, $2;" if F16 else "min.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
+        w = _asm2(ASM, w, limit)
+    else:
+        BELOW: tl.constexpr = "max.NaN.f16x2 $0, $1, $2;" if F16 else "max.NaN.bf16x2 $0, $1, $2;"
+        w = _asm2(BELOW, _at_most_pairs(w, limit, F16), limit ^ -2147450880)
+    return w
+
+
+@triton.jit
+def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr, LIMIT: tl.constexpr):
     """Four words of a thread's block: pointers i32 [n, 4] -> pairs i32 [n, 4], after the activation if there is one.
 
     BOTH: a word of x is (gate, up) of one element, and ``up`` points to the four words behind. Otherwise x are gates, up the other half.
+    LIMIT: SwiGLU's limit is a number of the elements' type: clamping two halves at once gives what clamping after widening does.
     """
     w = tl.load(x)
     if ACT >= 0:
+        PACKED: tl.constexpr = LIMIT and ACT == 1 and NATIVE > 0
+        if PACKED:
+            limit = _limits(p2, F16)
         if BOTH:
             v = tl.load(up)
+            if PACKED:
+                w, v = _at_most_pairs(w, limit, F16), _at_most_pairs(v, limit, F16)
+            CLAMPED: tl.constexpr = 1 if PACKED else 0
             gate, other = _halves(w, F16)
-            a, b, c, d = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE > 0))
+            a, b, c, d = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE, CLAMPED))
             gate, other = _halves(v, F16)
-            e, f, g, h = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE > 0))
+            e, f, g, h = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE, CLAMPED))
             w = join4(_pair(a, b, F16, NATIVE), _pair(c, d, F16, NATIVE), _pair(e, f, F16, NATIVE), _pair(g, h, F16, NATIVE))
         else:
+            v = tl.load(up) if ACT > 0 else w
+            if PACKED:
+                w, v = _at_most_pairs(w, limit, F16), _within_pairs(v, limit, F16, NATIVE)
+            WITHIN: tl.constexpr = 2 if PACKED else 0
             even, odd = _halves(w, F16)
-            up_even, up_odd = _halves(tl.load(up) if ACT > 0 else w, F16)
-            even = activate(even, up_even, p0, p1, p2, ACT, NATIVE > 0)
-            w = _pair(even, activate(odd, up_odd, p0, p1, p2, ACT, NATIVE > 0), F16, NATIVE)
+            up_even, up_odd = _halves(v, F16)
+            even = activate(even, up_even, p0, p1, p2, ACT, NATIVE, WITHIN)
+            w = _pair(even, activate(odd, up_odd, p0, p1, p2, ACT, NATIVE, WITHIN), F16, NATIVE)
     return w
 
 
@@ -114,20 +154,23 @@ def magnitudes(w, FLUSH: tl.constexpr = False, F16: tl.constexpr = False):
 
 
 @triton.jit
-def _max_pairs(a, b, NAN: tl.constexpr, F16: tl.constexpr):
-    if F16:
-        top = _asm2("max.f16x2 $0, $1, $2;" if NAN == 1 else "max.NaN.f16x2 $0, $1, $2;", a, b)
-    else:
-        top = _asm2("max.bf16x2 $0, $1, $2;" if NAN == 1 else "max.NaN.bf16x2 $0, $1, $2;", a, b)
-    return top
+def _max_pairs(a, b, NAN: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
+    """The larger magnitude of each half; before SM86 of halves without a sign. Signs of the result mean nothing."""
+    KEEP: tl.constexpr = "" if NAN == 1 else ".NaN"
+    ABS: tl.constexpr = ".xorsign.abs" if NATIVE > 1 else ""
+    TYPE: tl.constexpr = ".f16x2" if F16 else ".bf16x2"
+    ASM: tl.constexpr = "max" + KEEP + ABS + TYPE + " $0, $1, $2;"
+    return _asm2(ASM, a, b)
 
 
 @triton.jit
 def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
     """Pairs, i32 [n, 4] -> what ``larger`` compares and ``top_of`` ends: the largest magnitude, i32 [n]."""
     if NATIVE > 0 and not FLUSH:
-        a, b, c, d = split4(_asm1("abs.f16x2 $0, $1;" if F16 else "abs.bf16x2 $0, $1;", w))
-        top = _max_pairs(_max_pairs(a, b, NAN, F16), _max_pairs(c, d, NAN, F16), NAN, F16)
+        if NATIVE == 1:
+            w = _asm1("abs.f16x2 $0, $1;" if F16 else "abs.bf16x2 $0, $1;", w)
+        a, b, c, d = split4(w)
+        top = _max_pairs(_max_pairs(a, b, NAN, F16, NATIVE), _max_pairs(c, d, NAN, F16, NATIVE), NAN, F16, NATIVE)
     else:
         even, odd = magnitudes(w, FLUSH, F16)
         if NAN == 1:
@@ -142,7 +185,7 @@ def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, N
 def larger(a, b, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
     """Of two results of ``top_of_pairs``."""
     if NATIVE > 0 and not FLUSH:
-        top = _max_pairs(a, b, NAN, F16)
+        top = _max_pairs(a, b, NAN, F16, NATIVE)
     else:
         top = tl.maximum(a, b)
     return top
@@ -152,7 +195,7 @@ def larger(a, b, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATI
 def top_of(top, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
     """-> bits of the largest magnitude as f32, i32 [n]; NaN or -1 if NaN is ignored and there is nothing else."""
     if NATIVE > 0 and not FLUSH:
-        top = _max_pairs(top, _asm1("prmt.b32 $0, $1, $1, 0x1032;", top), NAN, F16)
+        top = _max_pairs(top, _asm1("prmt.b32 $0, $1, $1, 0x1032;", top), NAN, F16, NATIVE)
         if F16:
             top, _ = magnitudes(top, False, True)
         else:
@@ -245,6 +288,59 @@ _HALVES: tl.constexpr = tl.constexpr("""{
     min.bf16x2 l, l, m;
     min.bf16x2 $0, l, y;
 }""")
+
+
+#: slope and height of the middle and the upper line, as f32 bits: (1 - 2^-22) / 2 and (2 + 3 2^-22) 2^-9; (1/4 + 2^-25) / 2 and 5.25 2^-9
+_MIDDLE, _UPPER = "0f3EFFFFFC, 0f3B800003", "0f3E000001, 0f3C280000"
+
+
+def _by_lines(even: str, odd: str) -> str:
+    """e2m1 codes of 16 elements ($2 to $9: pairs; $10 the factor, $11 the block's amax) as two words $0 and $1, for SM89 and later.
+
+    In units of 2^-9 the smallest e4m3 numbers are the integers 0 to 16, so that one conversion rounds two elements'
+    min(2 y, y + 2, y / 4 + 5.25) to their codes and packs them. The sums round before that, to 24 bits; slopes differ from 1 and 1/4 by as
+    little as it takes for a y next to 2.5, 3.5 and 5 to stay on its side (``test_e2m1_by_lines``). Slow where that does not hold: in blocks
+    with a y of 8.5 or more (a scale that saturates), NaN or infinity, or so large that the factor in these units would be subnormal. There
+    as in ``_e2m1_up``. ``even`` and ``odd`` widen an element of a pair.
+    """
+    lines = ["{ .reg .pred p; .reg .b16 r<4>; .reg .b32 f, m, h, y<4>;"]
+    lines += ["mul.rn.f32 f, $11, $10; setp.lt.f32 p, f, 0f41080000; setp.lt.and.f32 p, $11, 0f77800000, p; @!p bra SLOW;"]
+    lines += ["mul.rn.f32 f, $10, 0f3B800000;"]
+    for i in range(2):
+        for part, widen in enumerate((even, odd)):
+            for j in range(4):
+                lines += [widen.format(f"y{j}", f"${2 + 4 * i + j}"), f"abs.f32 y{j}, y{j}; mul.rn.f32 y{j}, y{j}, f;"]
+                lines += [f"fma.rn.f32 m, y{j}, {_MIDDLE}; fma.rn.f32 h, y{j}, {_UPPER}; min.s32 m, y{j}, m; min.s32 y{j}, m, h;"]
+            lines += ["cvt.rn.satfinite.e4m3x2.f32 r0, y1, y0; cvt.rn.satfinite.e4m3x2.f32 r1, y3, y2;"]
+            lines += [f"mov.b32 ${i}, {{r0, r1}};" if part == 0 else f"mov.b32 m, {{r0, r1}}; mad.lo.s32 ${i}, m, 16, ${i};"]
+    lines += ["bra DONE; SLOW:"]
+    for i in range(2):
+        lines += [f"mov.b32 ${i}, -1061158912;"]  # as in ``pack8_e2m1``
+        for j in range(8):
+            lines += [(odd if j % 2 else even).format("y0", f"${2 + 4 * i + j // 2}"), "abs.f32 y0, y0; mul.rn.f32 y0, y0, $10;"]
+            lines += ["min.u32 y0, y0, 0x40C00000; fma.rn.f32 m, y0, 0f40000000, 0f4B400000; add.rn.f32 h, y0, 0f4B400002;"]
+            lines += ["min.s32 m, m, h; fma.rn.f32 h, y0, 0f3F000000, 0f4B400004; min.s32 m, m, h;"]
+            lines += [f"mad.lo.s32 ${i}, m, {16**j}, ${i};"]
+    return "\n".join([*lines, "DONE: }"])
+
+
+#: e2m1 by lines, of pairs of bf16 and of f16
+_LINES: tl.constexpr = tl.constexpr(_by_lines("shl.b32 {0}, {1}, 16;", "and.b32 {0}, {1}, 0xFFFF0000;"))
+_LINES_F16: tl.constexpr = tl.constexpr(
+    _by_lines("mov.b32 {{r2, r3}}, {1}; cvt.f32.f16 {0}, r2;", "mov.b32 {{r2, r3}}, {1}; cvt.f32.f16 {0}, r3;")
+)
+
+
+@triton.jit
+def pack16_e2m1(w0, w1, factor, amax, F16: tl.constexpr):
+    """``pack8_e2m1`` of the two halves of a block of 16, or of half a block of 32, at once, for SM89 and later."""
+    a, b, c, d = split4(w0)
+    e, f, g, h = split4(w1)
+    codes = tl.inline_asm_elementwise(
+        _LINES_F16 if F16 else _LINES, "=&r,=&r,r,r,r,r,r,r,r,r,f,f", [a, b, c, d, e, f, g, h, factor, amax],
+        dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return codes[0] | _signs8(w0, 1), codes[1] | _signs8(w1, 1)
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from fp4.layout import Layout
 from fp4.recipe import Recipe
 from fp4.ref.activation import Activation
 from fp4.ref.scales import rcp_approx_table, reciprocal
-from fp4.ref.triton_activation import constants
+from fp4.ref.triton_activation import SWIGLU, constants
+from fp4.ref.triton_chain import capability, launched, overlaps
 from fp4.ref.triton_layout import divider
 from fp4.ref.triton_quantize_kernels import dequantize_kernel, quantize_kernel
 
@@ -80,6 +81,7 @@ def quantize_blocks(
     num_warps: int | None = None,
     activation: Activation | None = None,
     up: torch.Tensor | None = None,
+    chained: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``quantize.quantize_blocks``, by Triton; with ``activation`` of ``activation(x, up)``, rounded to x's dtype, in the same pass.
 
@@ -91,6 +93,7 @@ def quantize_blocks(
         -> codes u8 [..., k / codes_per_byte]; scale u8 [..., k / block], or, with ``scale_layout``, u8 [..., nbytes of one expert]
            in its storage order, padding filled with its fill byte
 
+    chained: global_scale comes from ``triton_amax.global_scale`` just before, of this x: the start may overlap its end (SM90 and later).
     With ``recipe.nan`` or ``inf`` = "error" the check reads x on the host side once (a synchronisation). Layouts with a word table or
     nibble units raise LayoutError: their scales go through ``Layout.apply``.
     """
@@ -134,10 +137,12 @@ def quantize_blocks(
         blocks_program, warps = PAIR_BLOCKS_HEAVY
     size = tile or (TILE_INTERPRETED if interpreted() else blocks_program // split * fmt.block)
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
+    overlap = chained and overlaps(x.device) and rows.data_ptr() == x.data_ptr()  # not beside a copy of x
     view = torch.int32 if pairs else torch.int16 if interpreted() and rows.dtype == torch.bfloat16 else rows.dtype
     if both and pairs:  # gates and ups, one behind the other
         rows = other = rows.as_strided((mats, rows_mat, 2 * k), (s_mat, s_row, 1))
     native = _native(x.device) if pairs else 0
+    limit = act == SWIGLU and _exact(params[2], x.dtype)
     quantize_kernel[(triton.cdiv(blocks, n),)](
         rows.view(view), other.view(view), codes.view(torch.int32) if pairs else codes, scale,
         scale if g is None else g, scale if gs is None else gs, rcp_approx_table(x.device) if approx else scale, *params,
@@ -145,24 +150,27 @@ def quantize_blocks(
         SPLIT=split, BOTH=both and pairs, NATIVE=native, ONE=mats == 1, HAS_G=g is not None, HAS_GS=gs is not None,
         N=n, FLAT=flat, WIDE=wide, EXPERTS=any(t is not None and t.numel() > 1 for t in (g, gs)),
         DIGITS=digits, STORED=stored, FILL=fill if stored else -1,
-        ACT=act, ACT_ROUND=_ROUND[x.dtype], num_warps=num_warps or warps, **(chosen | {"PAIRS": pairs}),
+        ACT=act, ACT_ROUND=_ROUND[x.dtype], LIMIT=limit, PDL=overlap,
+        num_warps=num_warps or warps, **(chosen | {"PAIRS": pairs} | launched(overlap)),
     )  # fmt: skip
     return codes, scale
 
 
-#: e4m3 codes by the conversion instruction of SM89 and later: 17.6 -> 6.8 instructions an element of MXFP8. benchmarks/quantize.py compares
-#: the bytes with the integer rule's, every bf16 value among them.
+#: instructions of SM89 and later, first of all its conversion to e4m3, which rounds e2m1 codes too: 17.6 -> 6.3 instructions an element of
+#: MXFP8, 13.2 -> 11.1 of NVFP4. benchmarks/quantize.py compares the bytes with the CPU's, every 16-bit value among them.
 HARDWARE_E4M3 = True
 
 
 @lru_cache(maxsize=64)
-def _capability(device: torch.device) -> int:
-    return int(triton.runtime.driver.active.get_current_target().arch)
+def _exact(value: float, dtype: torch.dtype) -> bool:
+    """Whether a number, as float32, is one of ``dtype``."""
+    wide = torch.tensor(value, dtype=torch.float32)
+    return bool(wide.to(dtype).to(torch.float32) == wide)
 
 
 def _native(device: torch.device) -> int:
     """NATIVE of ``triton_pairs``: what instructions may stand for its integers."""
-    return 0 if interpreted() else 2 if HARDWARE_E4M3 and _capability(device) >= 89 else 1
+    return 0 if interpreted() else 2 if HARDWARE_E4M3 and capability(device) >= 89 else 1
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fp4.ref.triton_activation import activate
+from fp4.ref.triton_chain import wait
 from fp4.ref.triton_codes import (
     bits_of,
     decode_e2m1,
@@ -23,7 +24,7 @@ from fp4.ref.triton_codes import (
     round_even,
 )
 from fp4.ref.triton_layout import layout_index, layout_offset, quotient
-from fp4.ref.triton_pairs import join4, larger, load_pairs, pack8_e2m1, pack8_e4m3, top_of, top_of_pairs
+from fp4.ref.triton_pairs import join4, larger, load_pairs, pack8_e2m1, pack8_e4m3, pack16_e2m1, top_of, top_of_pairs
 from fp4.ref.triton_scales import bf16_bits, e4m3_scale, scale_value, step_of, ue8m0_byte
 
 
@@ -186,7 +187,8 @@ def quantize_kernel(
     TARGET: tl.constexpr, RCP_TARGET: tl.constexpr,
     SCALE_FLOOR: tl.constexpr, ZERO_BYTE: tl.constexpr, UNDERFLOW_BYTE: tl.constexpr, UNDERFLOW: tl.constexpr,
     APPROX: tl.constexpr, AMAX_FLOOR: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
-    ACT: tl.constexpr, ACT_ROUND: tl.constexpr,
+    ACT: tl.constexpr, ACT_ROUND: tl.constexpr, LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Blocks in the order of rows; with STORED in the order in which the layout stores their scales, so that scales, codes and x all move
     in whole sectors. Then ``blocks`` counts padding too, by_row is the divider of CO, by_mat of bytes_mat, by_ro of RO."""
@@ -216,13 +218,13 @@ def quantize_kernel(
         p = x_ptr + place
         u = p + 4 if BOTH else up_ptr + place
         STEP: tl.constexpr = 8 if BOTH else 4
-        w0 = load_pairs(p, u, p0, p1, p2, ACT, BOTH, F16, NATIVE)
-        w1 = load_pairs(p + STEP, u + STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE)
+        w0 = load_pairs(p, u, p0, p1, p2, ACT, BOTH, F16, NATIVE, LIMIT)
+        w1 = load_pairs(p + STEP, u + STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE, LIMIT)
         top = top_of_pairs(w0, NAN, FLUSHED, F16, NATIVE)
         top = larger(top, top_of_pairs(w1, NAN, FLUSHED, F16, NATIVE), NAN, FLUSHED, F16, NATIVE)
         if HELD == 32:
-            w2 = load_pairs(p + 2 * STEP, u + 2 * STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE)
-            w3 = load_pairs(p + 3 * STEP, u + 3 * STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE)
+            w2 = load_pairs(p + 2 * STEP, u + 2 * STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE, LIMIT)
+            w3 = load_pairs(p + 3 * STEP, u + 3 * STEP, p0, p1, p2, ACT, BOTH, F16, NATIVE, LIMIT)
             top = larger(top, top_of_pairs(w2, NAN, FLUSHED, F16, NATIVE), NAN, FLUSHED, F16, NATIVE)
             top = larger(top, top_of_pairs(w3, NAN, FLUSHED, F16, NATIVE), NAN, FLUSHED, F16, NATIVE)
         top = _top_of_parts(top_of(top, NAN, FLUSHED, F16, NATIVE), NAN, SPLIT)
@@ -257,6 +259,7 @@ def quantize_kernel(
             power = tl.where(byte == 0, 0, power)
         factor = from_bits(tl.where(bad, 0x7FC00000, power))
     else:
+        wait(PDL)  # for g; before this nothing is read or written that the kernels in front write
         expert = mat if EXPERTS else tl.zeros([1], tl.int32)
         g = tl.load(g_ptr + expert) if HAS_G else tl.full([1], 1.0, tl.float32)
         gs = tl.load(gs_ptr + expert) if HAS_GS else tl.div_rn(1.0, g)
@@ -273,13 +276,21 @@ def quantize_kernel(
         f = tl.reshape(tl.broadcast_to(factor[:, None], [N, SPLIT]), [N * SPLIT]) if SPLIT > 1 else factor
         if PACK:
             q = codes_ptr + (b * (BLOCK // 8) + part * (HELD // 8))[:, None]
-            c0 = pack8_e2m1(w0, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
-            c1 = pack8_e2m1(w1, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
+            LINES: tl.constexpr = NATIVE > 1 and SCALE != 2 and ZERO_SIGN == 0 and NAN_CODE == 1 and NAN != 1 and not FLUSHED
+            if LINES:
+                m = tl.reshape(tl.broadcast_to(amax[:, None], [N, SPLIT]), [N * SPLIT]) if SPLIT > 1 else amax
+                c0, c1 = pack16_e2m1(w0, w1, f, m, F16)
+            else:
+                c0 = pack8_e2m1(w0, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
+                c1 = pack8_e2m1(w1, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
             if HELD == 16:
                 tl.store(q + tl.arange(0, 2)[None, :], tl.join(c0, c1))
             else:
-                c2 = pack8_e2m1(w2, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
-                c3 = pack8_e2m1(w3, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
+                if LINES:
+                    c2, c3 = pack16_e2m1(w2, w3, f, m, F16)
+                else:
+                    c2 = pack8_e2m1(w2, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
+                    c3 = pack8_e2m1(w3, f, SCALE == 2, ZERO_SIGN, NAN_CODE, FLUSHED, F16, NATIVE)
                 tl.store(q + tl.arange(0, 4)[None, :], join4(c0, c1, c2, c3))
         else:
             q = codes_ptr + (b * (BLOCK // 4) + part * (HELD // 4))[:, None]

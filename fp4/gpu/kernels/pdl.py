@@ -10,24 +10,12 @@ the end of one kernel means the end of all before it.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fp4.ref.triton_chain import trigger, wait
+
 __all__ = ["gl_trigger", "gl_wait", "trigger", "wait"]
-
-
-@triton.jit
-def trigger(ON: tl.constexpr):
-    if ON:
-        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0,0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def wait(ON: tl.constexpr):
-    if ON:
-        tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0,0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
