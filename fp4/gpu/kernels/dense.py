@@ -230,6 +230,7 @@ class Dense:
         constants = {
             "K": self.k, **self._common(half, bias), "WK": wk, "WN": wn, "R": r, "MT": mt, "MR": held, "D": row["D"], "S": steps,
             "XS": slots, "LOOP": bool(row.get("LOOP")), "PF": row.get("PF", 0),
+            "BARE": bool(row.get("BARE")) and self.k % (256 * wk * steps) == 0,
         }  # fmt: skip
         signature = {
             "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i64", "alpha_ptr": "*fp32", "bias_ptr": bias_type, "y_ptr": _TYPES[out],

@@ -18,6 +18,30 @@ from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, c
 
 
 @gluon.jit
+def _policy():
+    """The L2 policy of data that is read once. Made once: ``gl.load`` makes it for every load anew, of six uniform instructions."""
+    return gl.inline_asm_elementwise("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l", [], dtype=gl.int64, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _codes_bare(p, live, policy, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr):
+    """i32 [WK, WN, R * 512]: 16 bytes at each address, nothing where it is not live (``gl.load`` would write zeros first)."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        "@$5 ld.global.L1::evict_first.L2::cache_hint.v4.b32 {$0,$1,$2,$3}, [$4], $6;", "=r,=r,=r,=r,l,b,l",
+        [p.to(gl.int64), live, policy], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.join(gl.join(a, c), gl.join(b, d)).reshape([WK, WN, R * 512])
+
+
+@gluon.jit
+def _scales_bare(p, live, policy):
+    return gl.inline_asm_elementwise(
+        "@$2 ld.global.L1::evict_first.L2::cache_hint.b64 $0, [$1], $3;", "=l,l,b,l", [p.to(gl.int64), live, policy],
+        dtype=gl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _words(p, live, mine, step, end, EVEN: gl.constexpr):
     """Words of a step where its row is live; beyond the end of k zeros stand for them, which nobody needs if rounds fit k (EVEN)."""
     if EVEN:
@@ -40,14 +64,15 @@ def stream_m(
     x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, M, N, oc,
     K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, WK: gl.constexpr,
     WN: gl.constexpr, R: gl.constexpr, MT: gl.constexpr, MR: gl.constexpr, D: gl.constexpr, S: gl.constexpr, XS: gl.constexpr,
-    LOOP: gl.constexpr, PF: gl.constexpr,
+    LOOP: gl.constexpr, PF: gl.constexpr, BARE: gl.constexpr,
 ):  # fmt: skip
     """x_ptr: i32 words of x [M, K/2]; s_ptr: i64 words of the scales. Grid (G,) with ceil(ceil(N / 16) / G) <= R * WN.
 
     A step is 256 columns; S steps make a round, D of them are under way (D divides S). MR: rows of x in shared memory, 1 (then all
     of x is there and XS does not count) or MT.
     """
-    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
+    E: gl.constexpr = 4 if BARE else 1  # words at an address
+    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4 // E], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [WK, WN, 1, 1], [3, 2, 1, 0])
     LX3: gl.constexpr = gl.SliceLayout(1, LX)
@@ -71,7 +96,7 @@ def stream_m(
 
     wk = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LA)))[:, None, None]
     wn = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LA)))[None, :, None]
-    xa = gl.arange(0, R * 512, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :]
+    xa = gl.arange(0, R * 512 // E, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :] * E
     ra = (xa // 512) * WN + wn
     ka = wk * (4 * S) + (xa % 512) // 128
     ap = w_ptr + rt0.to(gl.int64) * (KT * 128) + (ra * (KT * 128) + wk * (512 * S) + xa % 512)
@@ -88,9 +113,14 @@ def stream_m(
 
     A = ()
     Q = ()
+    pol = _policy() if BARE else 0
     for d in gl.static_range(D):
-        A = A + (_words(ap + d * 512, live, ka, 4 * d, KT, EVEN),)  # noqa: RUF005
-        Q = Q + (_words(sp + d * L, live_s, ws * S, d, KB, EVEN),)  # noqa: RUF005
+        if BARE:
+            A = A + (_codes_bare(ap + d * 512, live, pol, WK, WN, R),)  # noqa: RUF005
+            Q = Q + (_scales_bare(sp + d * L, live_s, pol),)  # noqa: RUF005
+        else:
+            A = A + (_words(ap + d * 512, live, ka, 4 * d, KT, EVEN),)  # noqa: RUF005
+            Q = Q + (_words(sp + d * L, live_s, ws * S, d, KB, EVEN),)  # noqa: RUF005
 
     if PF > 0:
         lp = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
@@ -174,12 +204,15 @@ def stream_m(
                 sc = gl.join(s0, s1).reshape([WK, WN, R * 64])
                 op = frag_a(A[0], sc, oc, WK, WN, R, 4, KIND, ANY, HALF, DOA)
                 # what takes its place: D steps ahead
-                if j + D < S:
-                    a = _words(ah + (j + D) * 512, live_h, ka, 4 * (here + j + D), KT, EVEN)
-                    s = _words(sh + (j + D) * L, live_sh, ws * S, here + j + D, KB, EVEN)
+                pa, ps, on, ons, at = (ah + (j + D) * 512, sh + (j + D) * L, live_h, live_sh, here + j + D)
+                if j + D >= S:
+                    pa, ps, on, ons, at = (an + (j + D - S) * 512, sn + (j + D - S) * L, live_n, live_sn, next + j + D - S)
+                if BARE:
+                    a = _codes_bare(pa, on, pol, WK, WN, R)
+                    s = _scales_bare(ps, ons, pol)
                 else:
-                    a = _words(an + (j + D - S) * 512, live_n, ka, 4 * (next + j + D - S), KT, EVEN)
-                    s = _words(sn + (j + D - S) * L, live_sn, ws * S, next + j + D - S, KB, EVEN)
+                    a = _words(pa, on, ka, 4 * at, KT, EVEN)
+                    s = _words(ps, ons, ws * S, at, KB, EVEN)
                 hold()
                 A = A[1:] + (a,)  # noqa: RUF005
                 Q = Q[1:] + (s,)  # noqa: RUF005
