@@ -175,8 +175,8 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def started(*args: object) -> subprocess.Popen[str]:
-    """A run that has written something and waits."""
-    process = run(_SLOW_COMMAND, *args)
+    """A run that has written something and waits. Signals are as a shell leaves them: ``nohup`` would pass on an ignored SIGHUP."""
+    process = run(_SLOW_COMMAND, *args, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     assert process.stdout is not None
     while (line := process.stdout.readline().strip()) not in ("4", "5", "6", "7", "8", "9", "10", "11", "12"):
         assert process.poll() is None, (line, process.communicate())
