@@ -303,7 +303,7 @@ class Emulator:
             check(t is None or (t.dtype == torch.float32 and tuple(t.shape) == (local,)), "per-expert parameters: float32 [local experts]")
         for b, rows in ((b1, 2 * inter), (b2, hidden)):
             check(b is None or (b.dtype == torch.float32 and tuple(b.shape) == (local, rows)), "biases: float32 [local experts, rows]")
-        ids_, weights_ = self._routing(mode, logits, ids, weights, r_bias, top_k, method, num_experts)
+        ids_, weights_ = self._routing(mode, logits, ids, weights, r_bias, top_k, method, num_experts, (n_group, topk_group, scaling))
         ids_ = spec.counted(ids_, offset, local, "last")
         rows_out, index = [], torch.full(ids_.shape, -1, dtype=torch.int32)
         y = torch.zeros(x.shape[0], hidden, dtype=F64)
@@ -350,7 +350,9 @@ class Emulator:
         check(x.dtype == torch.float8_e4m3fn, "input dtype")
         return spec.blocks(spec.e4m3(x), spec.ue8m0(x_sf))
 
-    def _routing(self, mode: int, logits: Any, ids: Any, weights: Any, bias: Any, top_k: int, method: int, experts: int) -> Any:
+    def _routing(
+        self, mode: int, logits: Any, ids: Any, weights: Any, bias: Any, top_k: int, method: int, experts: int, groups: tuple[Any, ...]
+    ) -> Any:
         if int(mode) == _UNPACKED:
             check(ids.dtype == torch.int32 and weights.dtype in (torch.float32, torch.bfloat16), "unpacked routing dtypes")
             return ids, weights
@@ -360,11 +362,25 @@ class Emulator:
             return ids >> 16, (bits << 16).view(torch.float32)
         check(logits.dtype in (torch.float32, torch.bfloat16) and logits.is_contiguous() and logits.shape[1] == experts, "logits")
         raw = logits.to(F64)
+        n_group, topk_group, scaling = groups
+        check(method == 2 or (n_group, topk_group, bias) == (None, None, None), "groups and a bias belong to DeepSeekV3")
         if method == 1:  # top-k, then softmax
             value, index = raw.topk(top_k, -1)
             return index, value.softmax(-1)
-        check(method == 0, "routing method without an emulator")
-        value, index = raw.softmax(-1).topk(top_k, -1)
+        if method == 2:  # sigmoid, bias for the choice only, best groups by their two best, weights of the sigmoid
+            score = raw.sigmoid()
+            choice = score + bias.to(F64)
+            best = choice.view(len(raw), n_group, -1).topk(2, -1)[0].sum(-1).topk(topk_group, -1)[1]
+            inside = torch.zeros(len(raw), n_group).scatter_(1, best, 1.0).bool().repeat_interleave(experts // n_group, 1)
+            index = choice.masked_fill(~inside, float("-inf")).topk(top_k, -1)[1]
+            value = score.gather(1, index)
+            return index, value / value.sum(-1, keepdim=True) * scaling
+        if method == 3:
+            check(top_k == 1, "Llama4 routes to one expert")
+            value, index = raw.topk(1, -1)
+            return index, value.sigmoid()
+        check(method in (0, 5), "routing method without an emulator")
+        value, index = (raw.softmax(-1) if method == 0 else raw).topk(top_k, -1)
         return index, value
 
     # --- masked grouped GEMM ---------------------------------------------------------------------------------------------------------

@@ -173,6 +173,41 @@ def test_trtllm_from_logits(dtype: torch.dtype) -> None:
     assert recorder.calls == []  # zero tokens are not launched
 
 
+@pytest.mark.parametrize("routing", ["softmax", "renormalize", "deepseek_v3", "llama4", "topk"])
+def test_trtllm_routing_methods(routing: str) -> None:
+    """Each name reaches the method of its formula, with the bias and the groups that DeepSeek-V3's has."""
+    from fp4.gpu.backends import _flashinfer_bind as bind
+    from fp4.gpu.backends import flashinfer as backend
+
+    pretend.flashinfer()
+    layer, emulator = Layer("mxfp4", activation=GPT_OSS, topk=1 if routing == "llama4" else 2), Emulator((10, 0))
+    g = torch.Generator().manual_seed(4)
+    logits, bias = torch.randn(layer.tokens, layer.experts, generator=g), torch.randn(layer.experts, generator=g) * 0.1
+    z, k, how, given = logits.double(), layer.topk, {}, None
+    if routing == "deepseek_v3":
+        how, given = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}, bias
+        first = (z.sigmoid() + bias)[:, :2].sum(1) > (z.sigmoid() + bias)[:, 2:].sum(1)
+        assert 0 < int(first.sum()) < len(first)
+        ids = torch.where(first[:, None], torch.tensor([0, 1]), torch.tensor([2, 3]))
+        weights = z.sigmoid().gather(1, ids)
+        weights = weights / weights.sum(1, keepdim=True) * 2.5
+    else:
+        weights, ids = (z.softmax(1) if routing == "softmax" else z).topk(k, 1)
+        weights = {"renormalize": weights.softmax(1), "llama4": weights.sigmoid()}.get(routing, weights)
+    with pretend.gpu((10, 0), emulator.functions), poisoned():
+        prepared = layer.prepare("flashinfer_trtllm", Device.fake((10, 0)))
+        if bind.enum("RoutingMethodType", backend._flashinfer_trtllm.ROUTING[routing]) is None:
+            with pytest.raises(fp4.Unsupported, match="has no routing method"):
+                backend.from_logits(prepared, routing)
+            return
+        y = backend.from_logits(prepared, routing, given, **how)(layer.x, logits, k)
+    agree(layer, y, emulator.exact, layer.reference(layer.plain, ids=ids, weights=weights))
+    with pytest.raises(fp4.FormatMismatch, match="routing 'sigmoid' is not known"):
+        backend.from_logits(prepared, "sigmoid")
+    with pytest.raises(fp4.FormatMismatch, match="option groups is not known"):
+        backend.from_logits(prepared, routing, groups=2)
+
+
 def test_trtllm_deferred_finalize() -> None:
     from fp4.gpu.backends import flashinfer as backend
 
