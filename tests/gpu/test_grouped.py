@@ -221,6 +221,16 @@ def test_gpt_oss_sizes():
         layer.check(*layer.inputs(t, 4))
 
 
+@few("big")
+def test_offsets_beyond_2_31_elements(plan):
+    """The last experts of 2^31 and more weights, w13 alone."""
+    layer = Layer(MXFP4, e=132, h=2880, i=2880, bias=False)
+    assert layer.w13.numel > 1 << 31
+    x, ids, p = layer.inputs(9, 3)
+    ids[:, 0], ids[:, 1], ids[:, 2] = 131, 130, 0
+    layer.check(x, ids, p, plan)
+
+
 def test_float32_output(mx):
     x, ids, p = mx.inputs(20, 4)
     y = grouped_run.run(x, mx.g, ids, p, out=torch.empty(20, mx.h, device="cuda"))
