@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
-from fp4.errors import FormatMismatch, Fp4Error, shown
+from fp4.errors import FormatMismatch, Fp4Error, Unsupported, shown
 
-__all__ = ["FLOATS", "axis", "choice", "dense", "device", "float_dtype", "path", "raw_bytes", "share", "whole"]
+__all__ = ["FLOATS", "axis", "choice", "dense", "device", "float_dtype", "no_tangent", "path", "raw_bytes", "share", "whole"]
 
 #: dtypes of values on the way in and out
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,6 +90,19 @@ def dense(where: str, what: str, t: Any, device: torch.device | None = None, err
     if device is not None and t.device.type == "meta" and device.type != "meta":
         raise error(f"{where}: {what} is on the meta device and has no values; load it first, {device} needs them")
     return t
+
+
+def no_tangent(where: str, *tensors: Any) -> None:
+    """Refuse what forward-mode AD or a derivative of ``torch.func`` follows: kernels see the values alone, and a tangent that is left out
+    reads as a derivative of zero."""
+    for t in tensors:
+        followed = False
+        while isinstance(t, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(t):
+            followed = followed or _functorch.is_gradtrackingtensor(t)
+            t = _functorch.get_unwrapped(t)
+        dual = forward_ad._current_level >= 0 and isinstance(t, torch.Tensor)
+        if followed or (dual and forward_ad.unpack_dual(t).tangent is not None):  # type: ignore[no-untyped-call]
+            raise Unsupported(f"{where}: torch.func and forward-mode AD do not get a derivative through it; use backward() or no_grad()")
 
 
 def device(where: str, value: Any) -> torch.device:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fp4 import check, env, formats
 from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, Unsupported, shown
@@ -37,13 +38,17 @@ def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_d
     """``y[..., n] = x[..., k] @ W[n, k]^T + bias[n]``, accumulated in float32, rounded once to ``out_dtype`` (default: x's dtype).
 
     x: one of ``w.act_dtypes``, on w's device; a non-contiguous x is copied. Raises FormatMismatch, LayoutMismatch (x or w elsewhere).
-    Forward only: a backward through the result raises Unsupported.
+    Forward only: a backward through the result raises Unsupported, and so does an x with a tangent (forward-mode AD, torch.func).
     """
     if type(w) is not Prepared:
         raise _not_prepared("matmul", w, "fp4.prepare(w)")
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        check.no_tangent("matmul", x, bias)
     if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _wants_gradient(x, bias)):
         return _matmul(x, w, bias, out_dtype)
     _need_tensors("matmul", x=x, bias=bias)
+    if not torch.compiler.is_compiling():
+        check.no_tangent("matmul", x, bias)
     return torch.ops.fp4.matmul(x, bias, _handle(w), w.n, out_dtype)  # type: ignore[no-any-return]
 
 
@@ -58,9 +63,13 @@ def moe(
     """
     if type(ex) is not PreparedMoE:
         raise _not_prepared("moe", ex, "fp4.prepare_moe(w13, w2, ...)")
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        check.no_tangent("moe", x, topk_weights)
     if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _wants_gradient(x, topk_weights)):
         return _moe(x, ex, topk_ids, topk_weights, out_dtype)
     _need_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
+    if not torch.compiler.is_compiling():
+        check.no_tangent("moe", x, topk_weights)
     return torch.ops.fp4.moe(x, topk_ids, topk_weights, _handle(ex), out_dtype)  # type: ignore[no-any-return]
 
 

@@ -197,6 +197,8 @@ def fake_quantize(
     [0.5]
     """
     last, fmt, how, g, gs, per_expert = _arguments(x, format, recipe, global_scale, encode_scale, axis, "fake_quantize")
+    if not torch.compiler.is_compiling():
+        check.no_tangent("fake_quantize", x)
     out: torch.Tensor = torch.ops.fp4.fake_quantize(last, fmt.name, how.key, g, gs, per_expert)
     return out.movedim(-1, axis)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fp4
 import fp4.ref.matmul as reference
@@ -145,3 +147,63 @@ def test_fake_tensors_leave_nothing_behind(first: str) -> None:
     """A table kept from inside FakeTensorMode (export, estimates of memory) made every later call of the process fail."""
     done = subprocess.run([sys.executable, "-c", FAKE, first], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def _derivatives() -> dict[str, Callable[[], Any]]:
+    ex = fp4.prepare_moe(W13, W2, gate_up="gate_up", activation=fp4.SiLU())
+    verbs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "matmul": lambda x: fp4.matmul(x, KEPT),
+        "moe": lambda x: fp4.moe(x, ex, IDS, WEIGHTS),
+        "fake_quantize": fp4.fake_quantize,
+    }
+
+    def dual(verb: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(verb(forward_ad.make_dual(X, torch.ones_like(X)))).tangent
+
+    out: dict[str, Callable[[], Any]] = {}
+    for name, verb in verbs.items():
+        out[f"{name}, forward mode"] = lambda v=verb: dual(v)  # type: ignore[misc]
+        out[f"{name}, jvp"] = lambda v=verb: torch.func.jvp(v, (X,), (X,))  # type: ignore[misc]
+        out[f"{name}, vjp"] = lambda v=verb: torch.func.vjp(v, X)[1](X)  # type: ignore[misc]
+    out["fake_quantize, grad of vmap"] = lambda: torch.func.grad(lambda x: torch.vmap(fp4.fake_quantize)(x[None]).sum())(X)
+    return out
+
+
+@pytest.mark.parametrize("case", list(_derivatives()))
+def test_a_tangent_is_refused_and_not_dropped(case: str) -> None:
+    """A Triton kernel, and fake_quantize on any device, gave no tangent: a derivative of zero."""
+    with pytest.raises(fp4.Unsupported, match="forward-mode AD"):
+        _derivatives()[case]()
+
+
+def test_a_dual_level_without_a_tangent_is_no_reason() -> None:
+    with forward_ad.dual_level():
+        assert torch.equal(fp4.matmul(X, KEPT), PLAIN["matmul"])
+    assert torch.allclose(torch.vmap(lambda row: fp4.matmul(row, KEPT))(X), PLAIN["matmul"], atol=1e-5)
+
+
+def test_bytes_do_not_go_to_the_meta_device(tmp_path: Path) -> None:
+    """``prepare(q, device="meta")`` was a weight without bytes, which save met with an error of safetensors."""
+    with pytest.raises(fp4.FormatMismatch, match="no bytes"):
+        fp4.prepare(fp4.quantize(W), device="meta")
+    with pytest.raises(fp4.FormatMismatch, match="no bytes"):
+        fp4.prepare_moe(W13, W2, gate_up="gate_up", device="meta")
+    KEPT.save(tmp_path / "w.safetensors")
+    with pytest.raises(fp4.FormatMismatch, match="would be lost"):
+        fp4.load_prepared(tmp_path / "w.safetensors", device="meta")
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "quant_cfg.json"])
+@pytest.mark.parametrize("kind", ["dangling link", "folder", "loop"])
+def test_a_config_that_is_there_and_cannot_be_read(tmp_path: Path, name: str, kind: str) -> None:
+    """A snapshot whose download broke off has links to blobs that never came; it was read as if it had no config."""
+    folder = tmp_path / "ck"
+    shutil.copytree(SAMPLES / "modelopt" / "nvfp4", folder)
+    (folder / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(name if kind == "loop" else "../blobs/0123")
+    with pytest.raises(fp4.CheckpointError, match=name):
+        fp4.open_checkpoint(folder)

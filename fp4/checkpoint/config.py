@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class Config:
         """Read the config files of a folder. Raises CheckpointError for a damaged one, or two that contradict each other."""
         config = cls()
         for attribute, name in (("model", "config.json"), ("nested", "hf_quant_config.json"), ("quant_cfg", "quant_cfg.json")):
-            if (root / name).is_file():
+            if os.path.lexists(root / name):  # a link that leads nowhere, of a broken download, is no checkpoint without a config
                 setattr(config, attribute, read_json(root / name))
         found: list[tuple[str, dict[str, Any]]] = []
         for key in (None, *NESTED):

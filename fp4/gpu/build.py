@@ -178,6 +178,8 @@ def _place(source: torch.device, device: Device | torch.device | str | None) -> 
         return (source, facts) if facts.torch.type == "meta" else (facts.torch, facts)
     Device.of(source if device is None else device)  # a typed error for a device that is none
     target = source if device is None else torch.device(device)
+    if target.type == "meta" and source.type != "meta":
+        raise FormatMismatch("prepare: device is meta, where a weight has no bytes; name the device that runs it, or a capability ('sm90')")
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return target, Device.of(target)

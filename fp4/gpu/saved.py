@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fp4 import check
-from fp4.errors import BackendUnavailable, CheckpointError, Fp4Error
+from fp4.errors import BackendUnavailable, CheckpointError, FormatMismatch, Fp4Error
 from fp4.gpu import storage
 from fp4.gpu.device import Device
 from fp4.gpu.problem import DTYPES, Problem
@@ -88,6 +88,8 @@ def read(path: str | Path, device: torch.device | str | None) -> Any:
     if device is not None:
         Device.of(device)  # a typed error for a device that is none
         target = torch.device(device)
+        if target.type == "meta":
+            raise FormatMismatch(f"load: device is meta, where the bytes of {path} would be lost; name the device that runs the weight")
     try:
         with safe_open(str(path), framework="pt") as f:
             metadata = f.metadata() or {}
