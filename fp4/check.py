@@ -76,7 +76,8 @@ def float_dtype(where: str, what: str, value: Any, optional: bool = False, wide:
 
 def dense(where: str, what: str, t: Any, device: torch.device | None = None, error: type[Fp4Error] = FormatMismatch) -> torch.Tensor:
     """``t`` when it is a tensor in ordinary memory: not sparse, not nested, not of torch's own quantised dtypes, which have no bytes that
-    a view could show. ``device``: where its values are needed; the meta device has none to bring there."""
+    a view could show, and without the negative bit (``z.conj().imag``), which a kernel that reads the memory does not see. ``device``:
+    where its values are needed; the meta device has none to bring there."""
     if not isinstance(t, torch.Tensor):
         raise error(f"{where}: {what} is {type(t).__name__}; need a torch.Tensor")
     if t.is_nested or t.layout is not torch.strided:
@@ -87,6 +88,8 @@ def dense(where: str, what: str, t: Any, device: torch.device | None = None, err
         raise error(
             f"{where}: {what} is {t.dtype}, torch's own quantised type; need plain numbers or bytes; call .dequantize() or .int_repr()"
         )
+    if t.is_neg():
+        raise error(f"{where}: {what} is a view with torch's negative bit, whose memory holds -{what}; call .resolve_neg()")
     if device is not None and t.device.type == "meta" and device.type != "meta":
         raise error(f"{where}: {what} is on the meta device and has no values; load it first, {device} needs them")
     return t

@@ -101,6 +101,7 @@ def _matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None, out_dtype: 
         x.device != w.device
         or x.layout is not torch.strided
         or x.is_nested
+        or x.is_neg()
         or x.dtype not in w.act_dtypes
         or x.ndim == 0
         or x.shape[-1] != k
@@ -132,6 +133,7 @@ def _moe(
         x.device != ex.device
         or x.layout is not torch.strided
         or x.is_nested
+        or x.is_neg()
         or x.dtype not in ex.act_dtypes
         or x.ndim != 2
         or x.shape[1] != hidden

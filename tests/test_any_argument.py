@@ -40,6 +40,7 @@ def _things() -> dict[str, Any]:
         "meta": torch.ones(4, 64, device="meta"), "sparse": sparse, "csr": sparse.to_sparse_csr(), "strides": torch.randn(64, 4).T,
         "gradient": torch.randn(4, 64, requires_grad=True), "subclass": X.as_subclass(Subclass), "float8": X.to(torch.float8_e4m3fn),
         "torch's own quantised": torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), "vector": torch.randn(64), "weight": Q,
+        "negative bit": torch._neg_view(torch.randn(4, 64)),
         "nested": torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)]),
     }  # fmt: skip
     return out
