@@ -88,7 +88,7 @@ def dense(where: str, what: str, t: Any, device: torch.device | None = None, err
         raise error(
             f"{where}: {what} is {t.dtype}, torch's own quantised type; need plain numbers or bytes; call .dequantize() or .int_repr()"
         )
-    if t.is_neg():
+    if not torch.compiler.is_compiling() and t.is_neg():
         raise error(f"{where}: {what} is a view with torch's negative bit, whose memory holds -{what}; call .resolve_neg()")
     if device is not None and t.device.type == "meta" and device.type != "meta":
         raise error(f"{where}: {what} is on the meta device and has no values; load it first, {device} needs them")

@@ -74,11 +74,19 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
     The activation scale is the largest of the parts': one x feeds them all, and nothing saturates. Raises Unsupported when no exact common
     global scale exists; keep the parts apart then (one ``prepare`` each). Raises FormatMismatch when formats, experts or k differ, or
-    only some parts have an activation scale.
+    only some parts have an activation scale. Parts of one axis keep it.
     """
     parts = _tensors("fuse", parts)
     refuse_extras("fuse", *parts)
     first = parts[0]
+    if first.codes.ndim < 2:
+        raise FormatMismatch(f"fuse: item 0 is {first}; need rows to join, [(experts,) n, k]")
+    orders = {q.gate_up for q in parts}
+    if len(parts) > 1 and orders - {None} and orders != {"interleaved"}:
+        raise FormatMismatch(
+            f"fuse: the parts hold gate and up rows as {', '.join(sorted(map(repr, orders)))}; the halves of one would stand between "
+            "those of the next; join gates with gates and ups with ups"
+        )
     for q in parts[1:]:
         if q.format != first.format or q.codes.shape[:-2] != first.codes.shape[:-2] or q.k != first.k:
             raise FormatMismatch(f"fuse: {q} does not stack on {first}; need the same format, experts and k")
@@ -116,7 +124,10 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     x_scale = reduce(torch.maximum, inputs) if inputs else None
     codes = torch.cat([q.codes for q in parts], -2)
     second = chosen.clone() if has else None
-    return QuantizedTensor(first.format, codes, torch.cat(best, -2), second, recipe=first.recipe, input_scale=x_scale)
+    axis = first.axis if len({q.axis % len(q.shape) for q in parts}) == 1 else -1
+    return QuantizedTensor(
+        first.format, codes, torch.cat(best, -2), second, _shape(first, codes, axis), axis, first.recipe, x_scale, first.gate_up
+    )
 
 
 def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
@@ -204,6 +215,18 @@ def _take(t: torch.Tensor, dim: int, groups: int, start: int, length: int) -> to
     return torch.cat([t.narrow(dim, g * per + start, length) for g in range(groups)], dim)
 
 
+def _shape(q: QuantizedTensor, codes: torch.Tensor, axis: int) -> tuple[int, ...]:
+    """The shape of the values of ``codes`` when their quantised dimension is ``axis``."""
+    shape = [*codes.shape[:-1], codes.shape[-1] * q.format.codes_per_byte]
+    shape.insert(axis % len(shape), shape.pop())
+    return tuple(shape)
+
+
+def _part(q: QuantizedTensor, codes: torch.Tensor, scale: torch.Tensor, **second: Any) -> QuantizedTensor:
+    """A part of q along rows, blocks or experts, with q's axis: its values are that part of q's values, not their transpose."""
+    return replace(q, codes=codes, scale=scale, shape=_shape(q, codes, q.axis), source={}, **second)
+
+
 def _cut(where: str, dim: Any, rank: Any, size: Any, gate_up: Any, unit: Any) -> tuple[int, int, int]:
     """(rank, size, unit) of a cut. A misspelt ``dim`` or ``gate_up`` must not become another cut, nor rank -1 the last one."""
     check.choice(where, "dim", dim, ("n", "k"))
@@ -226,7 +249,7 @@ def shard(
     refuse_extras("shard", q)
     if dim == "n":
         part = _rows(q.codes.shape[-2], gate_up or q.gate_up, rank, size, unit, uneven)
-        return replace(q, codes=_take(q.codes, -2, *part), scale=_take(q.scale, -2, *part), shape=(), axis=-1, source={})
+        return _part(q, _take(q.codes, -2, *part), _take(q.scale, -2, *part))
     g, k = q.format.block, q.k
     blocks = k // g
     if blocks % size and not uneven:
@@ -240,7 +263,7 @@ def shard(
         raise FormatMismatch(f"shard: k = {k} has {blocks} blocks of {g}, rank {rank} of {size} would get none; use a smaller tp")
     per = g // q.format.codes_per_byte
     codes, scale = q.codes.narrow(-1, start * per, length * per), q.scale.narrow(-1, start, length)
-    return replace(q, codes=codes.contiguous(), scale=scale.contiguous(), shape=(), axis=-1, source={})
+    return _part(q, codes.contiguous(), scale.contiguous())
 
 
 def shard_bias(
@@ -274,4 +297,4 @@ def slice_experts(q: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     stop = check.whole("slice_experts", "stop", stop, 0, q.codes.shape[0])
     start = check.whole("slice_experts", "start", start, 0, stop)
     second = {n: None if (t := getattr(q, n)) is None else (t[start:stop] if t.ndim else t) for n in ("global_scale", "input_scale")}
-    return replace(q, codes=q.codes[start:stop], scale=q.scale[start:stop], shape=(), axis=-1, source={}, **second)  # type: ignore[arg-type]
+    return _part(q, q.codes[start:stop], q.scale[start:stop], **second)

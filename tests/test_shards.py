@@ -278,3 +278,37 @@ def test_stack_keeps_every_value_and_refuses_what_does_not_fit() -> None:
     for wrong in ([], [parts[0], other], [parts[0], replace(parts[1], input_scale=None)], [both, both]):
         with pytest.raises(FormatMismatch, match="stack: "):
             fp4.fuse.stack(wrong)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_part_has_the_orientation_of_the_whole(axis: int) -> None:
+    """Quantised along dimension 1, as GPT-OSS holds its experts, a part came back transposed, unseen where the matrix is square."""
+    x = torch.randn(4, 64, 64) if axis else torch.randn(64, 4, 64)
+    q = fp4.quantize(x, "mxfp4", axis=axis)
+    n, e = (2, 1) if axis == 0 else (3 - axis, 0)
+    value = fp4.dequantize(q)
+    assert torch.equal(fp4.dequantize(fuse.slice_experts(q, 1, 3)), value.narrow(e, 1, 2))
+    for rank in range(2):
+        assert torch.equal(fp4.dequantize(fuse.shard(q, "n", rank, 2)), value.narrow(n, 32 * rank, 32))
+        assert torch.equal(fp4.dequantize(fuse.shard(q, "k", rank, 2)), value.narrow(axis, 32 * rank, 32))
+    joined = fuse.fuse([fuse.shard(q, "n", rank, 2) for rank in range(2)])
+    assert joined.axis % 3 == axis
+    assert torch.equal(fp4.dequantize(joined), value)
+
+
+def test_joined_parts_of_different_axes_are_rows() -> None:
+    a, b = fp4.quantize(torch.randn(8, 64), "mxfp4"), fp4.quantize(torch.randn(64, 8), "mxfp4", axis=0)
+    assert torch.equal(fp4.dequantize(fuse.fuse([a, b])), torch.cat([fp4.dequantize(a), fp4.dequantize(b).T]))
+
+
+def test_joined_halves_are_no_halves() -> None:
+    """[gate; up] under [gate; up] is neither: the rows of the second gate would be taken for an up."""
+    plain = fp4.quantize(torch.randn(8, 64), "mxfp4")
+    halves, pairs = replace(plain, gate_up="gate_up"), replace(plain, gate_up="interleaved")
+    for parts in ([halves, halves], [halves, plain], [plain, pairs]):
+        with pytest.raises(FormatMismatch, match="join gates with gates"):
+            fuse.fuse(parts)
+    assert fuse.fuse([pairs, pairs]).gate_up == "interleaved"
+    assert fuse.fuse([halves]).gate_up == "gate_up"
+    with pytest.raises(FormatMismatch, match="need rows to join"):
+        fuse.fuse([fp4.quantize(torch.randn(64), "mxfp4")])
