@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -165,6 +166,34 @@ def test_fastdeploys_halves_and_two_scales_an_expert(tmp_path: Path) -> None:
             assert torch.equal(ck.dequantize(f"{cb.L}mlp.experts.{e}.up_proj.weight"), want[32:])
             assert torch.equal(ck.dequantize(f"{cb.L}mlp.experts.{e}.down_proj.weight"), ex.want[f"{cb.L}mlp.experts.down_proj_weight"][e])
         assert [float(ck[f"{cb.L}mlp.experts.{e}.up_proj.weight"].input_scale) for e in range(2)] == [0.25, 1.0]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_one_half_whose_second_level_is_zero(half: int, tmp_path: Path) -> None:
+    """A pruned gate or up of one expert: its codes are written as zeros, the other half's as they are."""
+    ex, name = cb.fastdeploy(up_second=2.0), f"{cb.L}mlp.experts.up_gate_proj_weight"
+    ex.tensors[f"{name}_scale_2"][1, half] = 0.0
+    convert_checkpoint(ex.write(tmp_path / "in"), tmp_path / "out", CT)
+    with fp4.open_checkpoint(tmp_path / "out") as ck:
+        for e, (i, leaf) in itertools.product(range(2), enumerate(("gate_proj", "up_proj"))):
+            got = ck[f"{cb.L}mlp.experts.{e}.{leaf}.weight"]
+            pruned = (e, i) == (1, half)
+            assert torch.equal(got.codes, ex.tensors[name][e, 32 * i : 32 * i + 32] * (0 if pruned else 1))
+            want = ex.want[name][e, 32 * i : 32 * i + 32] * (0.0 if pruned else 1.0)
+            assert torch.equal(fp4.dequantize(got), want)
+
+
+def test_a_bias_that_does_not_fit_its_experts_is_not_cut_up(tmp_path: Path) -> None:
+    """Believing the file does not make 60 values the rows of 64: it is copied whole, under its own name."""
+    ex, name = cb.gpt_oss(), f"{cb.L}mlp.experts.gate_up_proj_bias"
+    ex.tensors[name] = ex.tensors[name][:, :-4].contiguous()
+    source = ex.write(tmp_path / "in")
+    with pytest.raises(fp4.CheckpointError, match="gate_up_proj_bias has shape"):
+        convert_checkpoint(source, tmp_path / "out", CT)
+    convert_checkpoint(source, tmp_path / "out", CT, trust="tensors")
+    out = stored(tmp_path / "out")
+    assert out[name] == stored(source)[name]
+    assert not [n for n in out if n.endswith(("gate_proj.bias", "up_proj.bias"))]
 
 
 def test_biases_follow_their_experts(tmp_path: Path) -> None:
