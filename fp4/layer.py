@@ -179,9 +179,8 @@ def _bad_x(where: str, x: torch.Tensor, w: Prepared | PreparedMoE, k: int) -> Fp
         )
     if x.dtype not in w.act_dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in w.act_dtypes)
-        return FormatMismatch(
-            f"{where}: x is {x.dtype}, backend {w.backend!r} prepared this weight for {names}; cast x or prepare with act_dtype={x.dtype}"
-        )
+        way = f"cast x or prepare with act_dtype={x.dtype}" if x.dtype in check.FLOATS else "cast x"
+        return FormatMismatch(f"{where}: x is {x.dtype}, backend {w.backend!r} prepared this weight for {names}; {way}")
     need = f"[t, {k}]" if where == "moe" else f"[..., {k}]"
     return FormatMismatch(f"{where}: x has shape {list(x.shape)}; need {need}, the weight is {w.problem}")
 

@@ -174,7 +174,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     1.0
     """
     if not isinstance(q, QuantizedTensor):
-        hint = "call .restore() first" if isinstance(q, StoredQuantized) else "build one with fp4.QuantizedTensor(...)"
+        hint = "call .restore() first" if hasattr(q, "restore") else "build one with fp4.QuantizedTensor(...)"
         raise FormatMismatch(f"dequantize: got {type(q).__name__}; need a QuantizedTensor; {hint}")
     check.float_dtype("dequantize", "dtype", dtype)
     op = dequantize_last if straight(q.codes) else torch.ops.fp4.dequantize

@@ -198,3 +198,13 @@ def test_a_long_spec_is_cut_in_the_message(spec: str) -> None:
 def test_parameters_that_a_layout_does_not_take(name: str) -> None:
     with pytest.raises(fp4.LayoutError, match="takes"):
         fp4.layouts[name]
+
+
+def test_a_name_that_is_nearly_one(tmp_path: Path) -> None:
+    save_file({"model.layers.0.mlp.up.weight": torch.ones(2, 4), "lm_head.weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
+    ck = fp4.open_checkpoint(tmp_path)
+    for wrong, right in (("model.layers.0.mlp.up", "model.layers.0.mlp.up.weight"), ("lm_head.weigth", "lm_head.weight")):
+        with pytest.raises(fp4.CheckpointError, match=f"has no tensor '{wrong}'; did you mean '{right}'"):
+            ck[wrong]
+    with pytest.raises(fp4.CheckpointError, match=r"has no tensor 'zzz'; names\(\)"):
+        ck["zzz"]

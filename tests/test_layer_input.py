@@ -320,3 +320,12 @@ def test_the_negative_bit_is_not_overlooked(linear: Prepared, name: str) -> None
     }
     with pytest.raises(fp4.FormatMismatch, match="resolve_neg"):
         calls[name]()
+
+
+def test_the_way_out_can_be_gone(linear: Prepared) -> None:
+    """Advice that the next call refuses is none."""
+    for dtype in (torch.int64, torch.float64, torch.bool):
+        with pytest.raises(fp4.FormatMismatch, match=r"cast x$"):
+            fp4.matmul(torch.ones(3, linear.shape[1], dtype=dtype), linear)
+    with pytest.raises(fp4.FormatMismatch, match=r"call \.restore\(\) first"):
+        fp4.dequantize(linear)  # type: ignore[arg-type]

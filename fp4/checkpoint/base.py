@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 import logging
 import math
@@ -243,7 +244,11 @@ class Checkpoint:
         owner = self._companions.get(name)
         if owner is not None:
             raise CheckpointError(f"{self.path}: {name!r} is a companion of {owner!r}; ask for that")
-        raise CheckpointError(f"{self.path}: has no tensor {errors.shown(name)}; names() lists its {len(self._records)}")
+        near = [n for n in self._records if n.startswith(f"{name}.")]  # a module, of which the tensors have names
+        if not near and len(self._records) <= 5000:  # difflib takes a millisecond for ten names
+            near = difflib.get_close_matches(str(name)[:200], self._records, 2, 0.8)
+        hint = f"did you mean {' or '.join(map(errors.shown, near[:2]))}? " if near else ""
+        raise CheckpointError(f"{self.path}: has no tensor {errors.shown(name)}; {hint}names() lists its {len(self._records)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor as the unquantised model holds it."""
