@@ -71,6 +71,27 @@ def test_rows_of_whole_words_are_moved_as_words(name: str) -> None:
             assert_same_bytes(on[0 if inverse else 1], x if inverse else want)
 
 
+BITS = tuple(reversed(range(32)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("m k -> m k", BITS),  # eight bytes would move together, and the table is of four
+        ("(mo m2) (ko k16) -> mo ko m2 k16", BITS),
+        ("(mo m4) k -> mo ~k m4", None),  # bytes of a logical word that lie backwards in storage
+        ("(mo m4) (ko k2) -> mo ~ko k2 m4", None),
+        ("(mo m4) k -> ~k mo m4", None),
+    ],
+)
+def test_words_that_only_others_layouts_have(spec: str, word: tuple[int, ...] | None) -> None:
+    layout = Layout("own", spec, word=word)
+    x = torch.from_numpy(counter_bytes((16, 64)))
+    got = permute.apply(layout, x.to(DEVICE))
+    assert_same_bytes(got, layout._apply(x, layout.geometry(x.shape)), layout=layout, shape=x.shape)
+    assert_same_bytes(permute.invert(layout, got, x.shape), x)
+
+
 def test_only_axes_of_three_are_left_to_torch() -> None:
     assert [layout.spec for layout in LAYOUTS if not permute.can(layout)] == ["(mo m4 m32) (ko k3) -> mo ko m32 m4 k3"]
 
