@@ -37,15 +37,14 @@ def rescale(scale: torch.Tensor, exponent: torch.Tensor | int) -> torch.Tensor |
     if bool((wanted.abs() > E4M3.max).any()) or bool(value.isnan().any()):
         return None
     out = wanted.float().to(torch.float8_e4m3fn).view(torch.uint8)
-    out = torch.where(value == 0, scale, out)
     return out if bool((table[out.long()] == wanted).all()) else None
 
 
 def _log2_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    """Integer ``log2(a / b)`` elementwise when every ratio is a power of two, else None. ``a, b > 0``."""
+    """Integer ``log2(a / b)`` elementwise when every ratio is a power of two, 0 where both are zero, else None. ``a, b >= 0``."""
     ma, ea = torch.frexp(a.double())
     mb, eb = torch.frexp(b.double())
-    if not bool((ma == mb).all()) or bool((ma <= 0).any()):
+    if not bool((ma == mb).all()):
         return None
     return (ea - eb).to(torch.int64)
 

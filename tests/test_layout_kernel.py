@@ -82,6 +82,7 @@ BITS = tuple(reversed(range(32)))
         ("(mo m4) k -> mo ~k m4", None),  # bytes of a logical word that lie backwards in storage
         ("(mo m4) (ko k2) -> mo ~ko k2 m4", None),
         ("(mo m4) k -> ~k mo m4", None),
+        ("(mo m4) k -> mo k ~m4", None),  # a stored word that holds its rows backwards
     ],
 )
 def test_words_that_only_others_layouts_have(spec: str, word: tuple[int, ...] | None) -> None:

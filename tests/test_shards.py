@@ -134,6 +134,19 @@ def test_folding_powers_of_two_is_exact_and_reversible(order: str) -> None:
     assert torch.equal(reorder_gate_up(back.view(3, 64, 4), "gate_up", order), w13.scale)
 
 
+def test_an_expert_whose_gate_and_up_are_both_zero_folds() -> None:
+    """A pruned expert stands in no one's way; one of whom only a half is zero has no common scale."""
+    gate, up, _ = expert_case([0.25, 0.0], [0.5, 0.0])
+    gate, up = (replace(q, scale=q.scale.clamp(0x20, 0x60)) for q in (gate, up))
+    w13 = QuantizedTensor("nvfp4", torch.cat([gate.codes, up.codes], 1), torch.cat([gate.scale, up.scale], 1))
+    found = fuse.fold_gate_up(w13, torch.tensor([[0.25, 0.5], [0.0, 0.0]]), "gate_up")
+    assert found is not None
+    assert found[1][1].tolist() == [0, 0]
+    assert torch.equal(weight(found[0]), torch.cat([weight(gate), weight(up)], 1))
+    for half in ([0.0, 0.5], [0.5, 0.0]):
+        assert fuse.fold_gate_up(w13, torch.tensor([[0.25, 0.5], half]), "gate_up") is None
+
+
 def test_folding_what_is_not_exact_gives_none() -> None:
     gate, up, _ = expert_case([0.25, 0.5], [0.3, 0.5])
     w13 = QuantizedTensor("nvfp4", torch.cat([gate.codes, up.codes], 1), torch.cat([gate.scale, up.scale], 1))

@@ -167,3 +167,24 @@ def test_no_environment_variable_changes_the_quantisers(
         bind.reset()
     assert passed, "no function of this route takes the argument"
     assert {value for _, value in passed} == {None}, passed
+
+
+def test_functions_are_bound_by_the_names_that_a_release_has() -> None:
+    """A required name that is missing is an error before any call; an optional one is left out; a tuple is told by the annotation."""
+    from fp4.gpu.backends._flashinfer_bind import Function
+
+    def old(a: int, topk_ids: torch.Tensor) -> Any:
+        return a, topk_ids
+
+    def new(a: int, topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor], extra: int = 7) -> Any:
+        return a, topk_ids, extra
+
+    def anything(**names: Any) -> Any:
+        return names
+
+    assert Function("old", old).bind(("a",), {"extra": None})(a=1, topk_ids=2) == (1, 2)
+    assert Function("new", new).bind(("a", "extra"), {"extra": None})(a=1, topk_ids=2) == (1, 2, None)
+    with pytest.raises(fp4.BackendUnavailable, match=r"old has no parameter extra, more; it has a, topk_ids; install a release"):
+        Function("old", old).bind(("a", "extra", "more"))
+    assert Function("anything", anything).bind(("a",), {"b": 3})(a=1) == {"a": 1}
+    assert [Function("f", f).takes_tuple("topk_ids") for f in (old, new, anything)] == [False, True, False]

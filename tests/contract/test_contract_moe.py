@@ -309,6 +309,11 @@ def test_masked_permutation_takes_repeated_experts_once() -> None:
     rows[0, 2:], rows[1, 1:] = float("nan"), float("nan")
     weights = torch.tensor([[0.5, 0.25], [9.0, 1.0], [2.0, 9.0]])
     assert depermute(rows, slot, weights)[:, 0].tolist() == [0.75, 2.0, 6.0]
+    # an expert without tokens in front: its rows, the first of all, are garbage that no id may bring in
+    rows, counts, slot = permute(x, torch.tensor([[3, 9], [9, 3], [-1, 9]]), start=2, experts=2)
+    assert counts.tolist() == [0, 2]
+    rows[0], rows[1, 2:] = float("nan"), float("inf")
+    assert depermute(rows, slot, weights)[:, 0].tolist() == [0.5, 2.0, 0.0]
 
 
 BACKENDS = [
