@@ -84,6 +84,10 @@ SIZES: dict[str, Edit] = {
     "dtype that is none": lambda a, t: a["problem"].update(act_dtype="load"),
     "dtype of x that is none": lambda a, t: a.update(act_dtypes=["int8"]),
     "device": lambda a, t: a["problem"].update(device={}),
+    # bytes are not hashed, and these few are what NaN everywhere, or the other sign, comes from
+    "global scale nan": lambda a, t: t.update(global_scale=torch.tensor(float("nan"))),
+    "global scale negative": lambda a, t: t.update(global_scale=torch.tensor(-1.0)),
+    "input scale zero": lambda a, t: t.update(input_scale=torch.tensor(0.0)),
 }
 
 
@@ -104,6 +108,7 @@ EXPERTS: dict[str, Edit] = {
     "bias long": lambda a, t: t.update(bias2=t["bias2"].repeat(1, 2)),
     "global scale": lambda a, t: t.update({"w13.global_scale": torch.ones(3)}),
     "global scale bf16": lambda a, t: t.update({"w2.global_scale": torch.ones(2).bfloat16()}),
+    "global scale infinite": lambda a, t: t.update({"w2.global_scale": torch.tensor([1.0, float("inf")])}),
     "no gate": lambda a, t: a["problem"].update(gate_up=None),
 }
 

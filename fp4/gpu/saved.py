@@ -23,6 +23,7 @@ from fp4.gpu import storage
 from fp4.gpu.device import Device
 from fp4.gpu.problem import DTYPES, Problem
 from fp4.gpu.storage import Stored
+from fp4.tensor import check_second_level
 
 __all__ = ["read", "write"]
 
@@ -164,6 +165,8 @@ def _fits(p: Any) -> None:
             t = p.arrays.get(prefix + part)
             if t is not None and (t.dtype != torch.float32 or tuple(t.shape) not in shapes):
                 raise CheckpointError(f"{prefix + part} is {t.dtype} {list(t.shape)}; need float32 [] or one value an expert")
+            if t is not None:
+                check_second_level(prefix.rstrip(".") or "the weight", part, t)
         bias = p.arrays.get({"w13.": "bias13", "w2.": "bias2"}.get(prefix, ""))
         if bias is not None and tuple(bias.shape) != (*lead, n):
             raise CheckpointError(f"a bias of {prefix}codes is {list(bias.shape)}; need {[*lead, n]}")
