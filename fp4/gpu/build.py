@@ -36,9 +36,10 @@ def prepare(
 
     ``q``: QuantizedTensor [n, k], quantised along the axis that the product contracts. ``device``: where it shall run (default: where q
     is). ``act``: what may happen to x: "any" (the backend's choice, stated by ``explain``), "keep" (never quantised), or the format to
-    quantise it to. ``extras_applied``: the caller multiplies x and adds the low-rank branch of ``q.extras`` itself; without it such a
-    tensor is refused, since its codes alone are another layer. Raises Unsupported with every backend's reason, FormatMismatch for a
-    tensor that is no [n, k] weight.
+    quantise it to. ``act_dtype``, ``out_dtype``: the dtypes of x and of the result that calls will have; they take part in the choice and
+    convert nothing, ``matmul`` has an ``out_dtype`` of its own. ``extras_applied``: the caller multiplies x and adds the low-rank
+    branch of ``q.extras`` itself; without it such a tensor is refused, since its codes alone are another layer. Raises Unsupported with
+    every backend's reason, FormatMismatch for a tensor that is no [n, k] weight.
     """
     if not isinstance(q, QuantizedTensor):
         raise FormatMismatch(f"prepare: got {type(q).__name__}; need a QuantizedTensor (fp4.quantize, or fp4.open_checkpoint(path)[name])")
@@ -93,7 +94,8 @@ def prepare_moe(
 
     Expert parallel: ``local_experts = (start, stop)`` keeps that range of the given experts; with ``num_experts`` the tensors are
     already the local ones. Top-k ids stay global and ids outside the range contribute zero. Tensor parallel: ``tp = (rank, size)``
-    takes that shard of i (gate and up separately, K between blocks, ``bias2`` on rank 0 only). ``extras_applied`` as in ``prepare``.
+    takes that shard of i (gate and up separately, K between blocks, ``bias2`` on rank 0 only). ``act``, ``act_dtype``, ``out_dtype`` and
+    ``extras_applied`` as in ``prepare``; ``topk``: ids a token that calls will have, for the choice.
     """
     from fp4.ref import activation as activations
 
