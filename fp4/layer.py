@@ -20,6 +20,7 @@ from fp4.gpu import registry
 from fp4.gpu.build import prepare, prepare_moe
 from fp4.gpu.device import Device
 from fp4.gpu.problem import Problem
+from fp4.library import watched
 from fp4.prepared import Prepared, PreparedMoE, by_handle, exported_handle
 from fp4.ref import activation as activations
 from fp4.tensor import QuantizedTensor
@@ -44,7 +45,7 @@ def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_d
         raise _not_prepared("matmul", w, "fp4.prepare(w)")
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         check.no_tangent("matmul", x, bias)
-    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _wants_gradient(x, bias)):
+    if type(x) is torch.Tensor and not watched() and not (torch.is_grad_enabled() and _wants_gradient(x, bias)):
         return _matmul(x, w, bias, out_dtype)
     _need_tensors("matmul", x=x, bias=bias)
     if not torch.compiler.is_compiling():
@@ -65,7 +66,7 @@ def moe(
         raise _not_prepared("moe", ex, "fp4.prepare_moe(w13, w2, ...)")
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         check.no_tangent("moe", x, topk_weights)
-    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _wants_gradient(x, topk_weights)):
+    if type(x) is torch.Tensor and not watched() and not (torch.is_grad_enabled() and _wants_gradient(x, topk_weights)):
         return _moe(x, ex, topk_ids, topk_weights, out_dtype)
     _need_tensors("moe", x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     if not torch.compiler.is_compiling():

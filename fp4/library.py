@@ -18,17 +18,25 @@ from fp4.layout import Layout
 from fp4.recipe import Recipe
 from fp4.ref import quantize as ref
 
-__all__ = ["byte_shape", "dequantize_last", "quantize_into", "quantize_last", "straight"]
+__all__ = ["byte_shape", "dequantize_last", "quantize_into", "quantize_last", "straight", "watched"]
 
 
 def _on_gpu(x: torch.Tensor) -> bool:
     return x.device.type == "cuda"
 
 
+_modes, _tracer, _compiling = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state, torch.compiler.is_compiling
+
+
+def watched() -> bool:
+    """Whether a compiler, a tracer or a dispatch mode notes what runs: it sees ops, and of a launched kernel only the empty output."""
+    return bool(_compiling() or _modes() or _tracer() is not None)
+
+
 def straight(x: torch.Tensor) -> bool:
     """Call the op's body itself: an eager plain tensor without a gradient. The first call through the dispatcher imports all of
     torch's compiler, several seconds in every process that only wants numbers."""
-    return type(x) is torch.Tensor and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled())
+    return type(x) is torch.Tensor and not watched() and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def quantize_last(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layer_cases import random_weight
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4
 from fp4 import prepared as prepared_module
@@ -337,3 +338,28 @@ def test_a_backward_is_refused_and_not_silently_without_gradient(compiled: bool,
         y.sum().backward()
     with torch.no_grad():
         assert not call().requires_grad
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_whoever_notes_what_runs_sees_ops(linear: Prepared, experts: PreparedMoE, tracing_mode: str) -> None:
+    """Of a Triton launch ``make_fx`` on real tensors noted the empty output alone: a graph of uninitialised memory."""
+    calls: dict[str, Any] = {
+        "matmul": lambda x, ids, w: fp4.matmul(x, linear),
+        "moe": lambda x, ids, w: fp4.moe(x, experts, ids, w),
+        "quantize": lambda x, ids, w: fp4.quantize(x, "mxfp4").codes,
+        "quantize_stored": lambda x, ids, w: fp4.quantize(x, "mxfp4", scale_layout="sf_128x4").scale.data,
+        "fake_quantize": lambda x, ids, w: fp4.fake_quantize(x),
+    }
+    for name, call in calls.items():
+        graph = make_fx(call, tracing_mode=tracing_mode)(x_for(3), *routed(3))
+        assert f"fp4.{name}.default" in {str(node.target) for node in graph.graph.nodes}, name
+        rows = 7 if tracing_mode == "symbolic" else 3
+        other = (x_for(rows) * 2, *routed(rows))
+        assert torch.equal(graph(*other), call(*other)), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_trace(linear: Prepared) -> None:
+    traced = torch.jit.trace(lambda x: fp4.matmul(x, linear), x_for(3))  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(x_for(7)), fp4.matmul(x_for(7), linear))
