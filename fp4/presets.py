@@ -24,7 +24,7 @@ _preset(
 _preset(
     "te",
     "TransformerEngine's reference quantiser (nvfp4, float32 reciprocal and product). Compared: FlashInfer 0.7.4's exact reference, which "
-    "the FlashInfer specification states to be equal, up to the sign of zero; -0.0 -> 0 from the survey of the code.",
+    "the FlashInfer sources state to be equal, up to the sign of zero; -0.0 -> 0 from the survey of the code.",
     zero_sign="of_value",
     nan_code="zero",
     inf="saturate",

@@ -172,7 +172,7 @@ def test_flashinfer_fast_equals_exact_for_powers_of_two_and_stays_close() -> Non
 
 
 def test_flashinfer_zero_rules_differ_in_codes_but_not_in_values() -> None:
-    """amax * gs / 6 below 2^-10: magnitude 7 up to 0.7.0, zero from 0.7.4 on; the scale byte is 0 in both (specification 1.5)."""
+    """amax * gs / 6 below 2^-10: magnitude 7 up to 0.7.0, zero from 0.7.4 on; the scale byte is 0 in both."""
     x = torch.full((1, 16), 2.0**-9)
     x[0, 3], x[0, 5] = 0.0, -(2.0**-9)
     new, old = (fp4.quantize(x, "nvfp4", name, encode_scale=1.0) for name in ("flashinfer_fast", "flashinfer_fast_070"))

@@ -139,7 +139,7 @@ def test_dequantize_against_float64(fmt: Format, dtype: torch.dtype) -> None:
 
 
 def test_worked_row_of_the_field() -> None:
-    """The hand-written row that compressed-tensors, ModelOpt, torchao and transformers decode alike (checkpoints specification 1)."""
+    """The hand-written row that compressed-tensors, ModelOpt, torchao and transformers decode alike."""
     packed = torch.tensor(list(bytes.fromhex("1032547698BADCFEEFCDAB8967452301")), dtype=torch.uint8).reshape(1, 16)
     scale = torch.tensor([[0x38, 0x30]], dtype=torch.uint8)
     first = [0, 0.125, 0.25, 0.375, 0.5, 0.75, 1, 1.5, -0.0, -0.125, -0.25, -0.375, -0.5, -0.75, -1, -1.5]
@@ -182,11 +182,11 @@ def test_error_bounds(fmt: Format) -> None:
     assert bool((error <= amax * (1 / 6 + 1 / 16 if fmt.elem.bits == 4 else 1 / 16)).all())
     snr = 10 * math.log10(float(x.square().sum() / (fp4.dequantize(q) - x).square().sum()))
     low, high = {"nvfp4": (20.2, 20.7), "mxfp4": (18.6, 18.9), "mxfp8": (30, 33), "nvfp4_b32": (19, 20.5), "amdfp4": (20.2, 20.8)}[fmt.name]
-    assert low < snr < high  # features specification 2: 20.44 dB and 18.75 dB for N(0, 1)
+    assert low < snr < high  # 20.44 dB and 18.75 dB for N(0, 1)
 
 
 def test_four_over_six_gains_what_the_survey_says() -> None:
-    """Features specification 2: 20.44 dB by round to nearest, 21.21 / 21.08 / 20.98 dB by squares / magnitudes / maximum, for N(0, 1)."""
+    """20.44 dB by round to nearest, 21.21 / 21.08 / 20.98 dB by squares / magnitudes / maximum, for N(0, 1)."""
     x = randn(512, 1024, seed=12)
     base = fp4.recipes["fouroversix"]
     for rule, want in (("off", 20.44), ("mse", 21.21), ("mae", 21.08), ("abs_max", 20.98)):

@@ -83,7 +83,7 @@ def problem(cc: tuple[int, int], fmt: str, **more: Any) -> Problem:
 
 
 def test_what_each_backend_states() -> None:
-    """The reference and our kernels read every byte, the block-scaled tensor cores no sign; vendor kernels see the specifications."""
+    """The reference and our kernels read every byte, the block-scaled tensor cores no sign; vendor kernels less."""
     from fp4.gpu.backends import _flashinfer_scales, triton
 
     for fmt, vendor in LIMITS.items():

@@ -33,7 +33,7 @@ def boundary_amaxes() -> torch.Tensor:
 
 
 def exact_exponent(amax: float, rule: str, largest: float, mantissa_bits: int) -> int:
-    """The rule's exponent in exact arithmetic, by the definition in fp4/recipe.py and specification section 2."""
+    """The rule's exponent in exact arithmetic, by the definition in fp4/recipe.py."""
     a = Fraction(amax)
     emax = math.floor(math.log2(largest))
 

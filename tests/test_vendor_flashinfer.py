@@ -93,7 +93,7 @@ def test_nvfp4_dequantised_values() -> None:
 
 @pytest.mark.parametrize("gs", [1.0, 512.0, 2.0**-3])
 def test_the_fast_recipe_is_exact_for_powers_of_two(gs: float) -> None:
-    """Specification, section 1.5: with a power-of-two global scale the default kernels' order of operations gives the exact bytes."""
+    """With a power-of-two global scale the default kernels' order of operations gives the exact bytes."""
     theirs, x = reference("nvfp4_reference"), tensor(130, 320, 11, 1.0, 0)
     scale = torch.tensor(gs)
     packed, sf, _ = theirs.quantize_reference(x, scale)

@@ -1,4 +1,4 @@
-"""Emulators of FlashInfer's compiled functions, written from the specification: they decode exactly the buffers they are given.
+"""Emulators of FlashInfer's compiled functions, written from its public sources: they decode exactly the buffers they are given.
 
 Each takes the positional arguments of one compiled function, checks what the C++ binding checks, computes in float64 and writes the
 output buffer. ``Emulator.exact`` keeps the float64 result, and between the steps of one layer the intermediate is handed on unrounded
@@ -25,7 +25,7 @@ def check(condition: bool, what: str) -> None:
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
-    """Section 5: g = min(gate, L); u = clamp(up, -L, L); g * sigmoid(alpha g) * (u + beta)."""
+    """g = min(gate, L); u = clamp(up, -L, L); g * sigmoid(alpha g) * (u + beta)."""
     g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
     return g * torch.sigmoid(alpha * g) * (u + beta)
 
@@ -76,7 +76,7 @@ class Emulator:
     mxfp8_quantize_host = mxfp8_quantize
 
     def silu_and_mul_scaled_nvfp4_experts_quantize(self, out: Any, sf: Any, x: Any, gs: Any, mask: Any, silu: bool, *_: Any) -> None:
-        """Rows >= mask[e] and the padding of the scales are not written (section 1.7)."""
+        """Rows >= mask[e] and the padding of the scales are not written."""
         experts = mask.numel()
         check(gs.dtype == torch.float32 and tuple(gs.shape) == (experts,), "one float32 global scale a group")
         check(mask.dtype == torch.int32, "mask must be int32")
@@ -182,7 +182,7 @@ class Emulator:
         self._write(out, y)
 
     def _cutlass_nvfp4(self, x: Any, x_sf: Any, swizzled: bool, w1: Any, w2: Any, qs: Any, k13: int, k2: int) -> Any:
-        """Section 6a: six scales."""
+        """Six scales."""
         check(self.cc in ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)), "NVFP4 MoE needs Blackwell")
         check(w1.dtype == torch.int64 and w2.dtype == torch.int64 and len(qs) == 6, "NVFP4: int64 weights, six quant scales")
         gs1, sf1, a1, gs2, sf2, a2 = qs
@@ -206,7 +206,7 @@ class Emulator:
         return xs, dec(w1, sf1), dec(w2, sf2), lambda e, h: h * float(each2[e]), (a1.to(F64), a2.to(F64))
 
     def _cutlass_mxfp8(self, x: Any, x_sf: Any, swizzled: bool, w1: Any, w2: Any, qs: Any, k13: int, k2: int) -> Any:
-        """Section 6b: four scales; e4m3 activations with 128x4 ue8m0 scales."""
+        """Four scales; e4m3 activations with 128x4 ue8m0 scales."""
         check(self.cc in ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)), "MXFP8 x MXFP4 needs Blackwell")
         check(
             w1.dtype == torch.int64 and x.dtype == torch.float8_e4m3fn and len(qs) == 4,
@@ -227,7 +227,7 @@ class Emulator:
         return lambda e, t: dense[t], dec(w1, sf1), dec(w2, sf2), lambda e, h: h, (g1.to(F64), g2.to(F64))
 
     def _cutlass_sm90(self, x: Any, x_sf: Any, swizzled: bool, w1: Any, w2: Any, qs: Any, k13: int, k2: int) -> Any:
-        """Sections 6c and 7: two folded scales, interleaved weights. The kernel checks neither."""
+        """Two folded scales, interleaved weights. The kernel checks neither."""
         check(self.cc == (9, 0) and w1.dtype == torch.uint8 and len(qs) == 2, "mixed input: SM90, uint8 weights, two scales")
         check(x.dtype == torch.bfloat16, "mixed input takes bf16")
         check(w1.shape[1] % 64 == 0 and w2.shape[1] % 64 == 0 and k13 % 128 == 0 and k2 % 128 == 0, "rows % 64 and k % 128")
@@ -282,7 +282,7 @@ class Emulator:
                 alpha: Any, beta: Any, limit: Any, w2: Any, sf2: Any, b2: Any, s1: Any, s1_gate: Any, s2: Any, per_token: Any,
                 num_experts: int, top_k: int, shared: Any, n_group: Any, topk_group: Any, inter: int, offset: int, local: int, scaling: Any,
                 method: int, finalize: bool, pdl: Any, act: int, out: Any, *_: Any) -> Any:  # fmt: skip
-        """Section 5."""
+        """Rows of w13 in (up, gate) pairs, shuffled; biases and the clamp on raw accumulators."""
         check(self.cc in ((10, 0), (10, 3), (10, 7)), "trtllm-gen needs SM100, SM103 or SM107")
         e4m3 = torch.float8_e4m3fn
         check(
@@ -386,7 +386,7 @@ class Emulator:
     # --- masked grouped GEMM ---------------------------------------------------------------------------------------------------------
 
     def masked_gemm(self, shape: dict[str, Any], t: dict[str, Any]) -> None:
-        """Section 8. Rows >= masked_m are not written."""
+        """Rows >= masked_m are not written."""
         names = ("a", "b", "sfa", "sfb", "c", "masked_m", "alpha")
         a, w, sf_a, sf_w, out, mask, alpha = (t[f"{n}_tensor_gpu"] for n in names)
         m, n, k, experts = (shape[x] for x in "mnkl")

@@ -1,7 +1,7 @@
-"""What the specification says about FlashInfer's bytes, as independent index formulas. Nothing here imports fp4.
+"""FlashInfer's bytes as independent index formulas, from its public sources and from bytes of its kernels. Nothing here imports fp4.
 
-Sections refer to the working specification of FlashInfer's FP4 interfaces. Each formula gives, for a logical coordinate, the place
-where a kernel reads it; ``gather`` then reads. They share nothing with ``fp4.layout``.
+Each formula gives, for a logical coordinate, the place where a kernel reads it; ``gather`` then reads. They share nothing with
+``fp4.layout``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """u8 [..., k/2] -> codes [..., k]; the low nibble is the even element (section 1.3)."""
+    """u8 [..., k/2] -> codes [..., k]; the low nibble is the even element."""
     b = packed.contiguous().view(torch.uint8).long()
     return torch.stack([b & 15, b >> 4], -1).flatten(-2)
 
@@ -27,13 +27,13 @@ def e4m3(byte: torch.Tensor) -> torch.Tensor:
 
 
 def ue8m0(byte: torch.Tensor) -> torch.Tensor:
-    """2^(byte - 127), 255 is NaN (section 1.4)."""
+    """2^(byte - 127), 255 is NaN."""
     b = byte.contiguous().view(torch.uint8)
     return torch.where(b == 255, torch.nan, torch.pow(2.0, b.to(torch.float64) - 127.0))
 
 
 def ue8m0_shifted(byte: torch.Tensor) -> torch.Tensor:
-    """byte << 23 as float32: byte 0 is 0.0 and 255 infinity (sections 1.8, 6c)."""
+    """byte << 23 as float32: byte 0 is 0.0 and 255 infinity."""
     return (byte.contiguous().view(torch.uint8).to(torch.int32) << 23).view(torch.float32).to(torch.float64)
 
 
@@ -46,7 +46,7 @@ def cp(cols: int) -> int:
 
 
 def sf_128x4(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Read [rows, cols] from a 128x4 buffer (section 2)."""
+    """Read [rows, cols] from a 128x4 buffer."""
     r, c = np.ogrid[:rows, :cols]
     tiles = -(-cols // 4)
     at = ((r // 128) * tiles + c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4
@@ -54,7 +54,7 @@ def sf_128x4(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def sf_8x4(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Read [rows, cols] from an 8x4 buffer (section 2)."""
+    """Read [rows, cols] from an 8x4 buffer."""
     r, c = np.ogrid[:rows, :cols]
     tiles = -(-cols // 4)
     at = ((r // 8) * tiles + c // 4) * 32 + (r % 8) * 4 + c % 4
@@ -78,7 +78,7 @@ def put_sf(out: torch.Tensor, scale: torch.Tensor, layout: str) -> None:
 
 
 def shuffled_rows(n: int, tile: int = 32) -> torch.Tensor:
-    """p of section 4: stored row j holds source row p(j)."""
+    """The row order p of trtllm-gen: stored row j holds source row p(j)."""
     j = torch.arange(n)
     q = tile // 8
     return (j // tile) * tile + q * (j % 8) + (j % tile) // 8
@@ -92,12 +92,12 @@ def unshuffle(stored: torch.Tensor) -> torch.Tensor:
 
 
 def unpair(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(up_i, gate_i) pairs -> (gate, up) (sections 4 and 5)."""
+    """(up_i, gate_i) pairs -> (gate, up)."""
     return rows[1::2], rows[0::2]
 
 
 def sm90_weights(stored: torch.Tensor, layout: str) -> torch.Tensor:
-    """Codes [n, k] from SM90 mixed-input storage u8 [n, k/2] (section 7, layouts A and B), element by element."""
+    """Codes [n, k] from SM90 mixed-input storage u8 [n, k/2] (layouts A and B), element by element."""
     s = stored.contiguous().numpy().astype(np.int64)
     n, half = s.shape
     codes = np.zeros((n, 2 * half), dtype=np.int64)
@@ -128,7 +128,7 @@ def _tile_b(tile: np.ndarray, codes: np.ndarray, row0: int, el0: int) -> None:
 
 
 def sm90_scales(flat: torch.Tensor, n: int, cols: int, layout: str) -> torch.Tensor:
-    """u8 [n, k/32] from the SM90 scale fold (section 7)."""
+    """u8 [n, k/32] from the SM90 scale fold."""
     r, c = np.ogrid[:n, :cols]
     kk, j = c // 4, c % 4
     if layout == "A":
@@ -144,7 +144,7 @@ def blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return values * scale.repeat_interleave(b, -1)
 
 
-# --- quantisers (sections 1.4 to 1.6) ------------------------------------------------------------------------------------------------
+# --- quantisers --------------------------------------------------------------------------------------------------------------------
 
 
 def to_e2m1(y: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""NVFP4 linear layers: ``mm_fp4`` with each of its kernel libraries, against a decoder built from the specification."""
+"""NVFP4 linear layers: ``mm_fp4`` with each of its kernel libraries, against a decoder built from public sources."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_scales_outside_the_exact_range_are_refused(at: tuple[int, int], byte: i
 @pytest.mark.parametrize("backend", ["flashinfer", "flashinfer_cutlass", "flashinfer_trtllm", "flashinfer_cudnn", "flashinfer_cutedsl"])
 @pytest.mark.parametrize("sm", ["sm75", "sm80", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"])
 def test_capabilities_are_names_not_numbers(backend: str, sm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """121 is served where 121 is listed and nowhere else; 90 has no FP4 quantiser at all (specification, sections 1.2 and 3)."""
+    """121 is served where 121 is listed and nowhere else; 90 has no FP4 quantiser at all."""
     pretend.flashinfer()
     serves = {
         "flashinfer_cutlass": {"sm100", "sm103", "sm110", "sm120", "sm121"},

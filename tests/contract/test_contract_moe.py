@@ -1,4 +1,4 @@
-"""MoE: every FlashInfer entry point that fp4 routes to, through its real Python wrapper, against a decoder built from the specification."""
+"""MoE: every FlashInfer entry point that fp4 routes to, through its real Python wrapper, against a decoder built from public sources."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nvfp4_trtllm(order: str, cc: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_trtllm_hidden_is_padded_to_256(format: str) -> None:
-    """96 and 352 are next to 128 and 384, which the NVFP4 kernel computes wrongly (section 5)."""
+    """96 and 352 are next to 128 and 384, which the NVFP4 kernel computes wrongly."""
     for hidden in (96, 352):
         layer = Layer(format, "gate_up", hidden=hidden, inter=32, activation=GPT_OSS)
         y, emulator, _, _ = run(layer, "flashinfer_trtllm", (10, 0))
@@ -243,7 +243,7 @@ def test_mxfp4_sm90(order: str) -> None:
 
 
 def installed_sm90_layout() -> str:
-    """What the installation's own helper says (section 7): 3 dimensions are layout A, 5 are B."""
+    """What the installation's own helper says: 3 dimensions are layout A, 5 are B."""
     helper = pretend.flashinfer().fused_moe.interleave_moe_scales_for_sm90_mixed_gemm
     return {3: "A", 5: "B"}[helper(torch.zeros(1, 128, 4, dtype=torch.uint8)).ndim]
 
@@ -384,7 +384,7 @@ def test_restore_is_bit_exact(backend: str, format: str, cc: tuple[int, int], ac
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_the_oracle_agrees_with_fp4_ref(format: str) -> None:
-    """Layer.reference (formulas of the specification) equals fp4.ref.moe on the same activations, in float64."""
+    """Layer.reference (its formulas, written anew) equals fp4.ref.moe on the same activations, in float64."""
     from fp4.ref.moe import moe
 
     layer = Layer(format, "interleaved", activation=GPT_OSS)

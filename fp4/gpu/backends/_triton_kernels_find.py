@@ -1,7 +1,7 @@
 """Which triton_kernels is here, if any: five generations of one import name, and a stranger that owns the name on PyPI.
 
 ``import triton_kernels`` proves nothing: every copy has an empty ``__init__``. Nor do versions: the code is shipped inside other wheels.
-So the files that are there and the fields of ``PrecisionConfig`` decide (specification: triton_kernels section 1.2)::
+So the files that are there and the fields of ``PrecisionConfig`` decide::
 
     A  matmul_ogs with routing.py          sglang-kernel 0.4.0 (triton 3.5.1)
     B  matmul_ogs, ragged metadata         sglang-kernel 0.4.3 to 0.4.6 (3.6)

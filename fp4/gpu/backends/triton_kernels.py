@@ -1,7 +1,7 @@
 """``triton_kernels``: the Triton project's grouped matmul on Hopper, through whichever of its five generations is installed.
 
 Weights: MXFP4, swizzled for wgmma on SM90 (bf16 activations only), strided on SM80 to SM89 (bf16 and fp16). NVFP4 where the generation
-has it (strided). What must not bite (specification: triton_kernels section 1.3): K is padded to 64 with zero codes and x with zeros,
+has it (strided). What must not bite: K is padded to 64 with zero codes and x with zeros,
 because three generations compute a wrong tail; scales are padded to four groups of K, because all of them read that far.
 Their ``matmul`` costs 0.3 to 1.5 ms of Python a call: small MoE batches are replayed from CUDA graphs of our own, see the replay module.
 """
