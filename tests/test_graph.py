@@ -285,3 +285,46 @@ def test_quantize_is_captured(recipe: str, given: Any, stored: str | None) -> No
     torch.cuda.synchronize()
     for got, expected in zip(out, want, strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_dequantize_and_to_layout_are_captured(fmt: str) -> None:
+    q, other = (weight(seed, fmt, 2, 130, 256) for seed in (1, 2))
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return fp4.dequantize(q, torch.bfloat16), fp4.to_layout(q.scale, "sf_128x4").data
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for name in ("codes", "scale", "global_scale"):
+        if getattr(q, name) is not None:
+            getattr(q, name).copy_(getattr(other, name))
+    want = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, expected in zip(out, want, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("m", [1, 64, 300])
+def test_fp8_activations_in_a_graph(m: int) -> None:
+    """W4A8: the scale of each token is taken on the device, in the replay too."""
+    w = fp4.prepare(weight(3, "mxfp4", 1024, 2048), act="fp8")
+    fp4.warmup(w, 300)
+    x = torch.randn(m, 2048, device="cuda").bfloat16()
+    bias = torch.randn(1024, device="cuda")
+    fp4.matmul(x, w, bias)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp4.matmul(x, w, bias)
+    x.copy_(torch.randn_like(x) * 5)
+    want = fp4.matmul(x, w, bias)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert y.shape == (m, 1024)
+    assert torch.equal(y, want)
