@@ -201,6 +201,15 @@ class Block:
             for i, n in enumerate(self.names(args[1])):
                 self.write(space, self.address(args[0]) + U64(i * bits // 8), bits // 8, self.value(n), on)
             return
+        if kind == "ldmatrix":  # lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i; a lane gets 4 bytes of one row
+            assert "trans" not in parts, op
+            lane = np.arange(self.threads)
+            where = self.address(args[1])
+            for i, n in enumerate(self.names(args[0])):
+                row = where[(lane & ~31) + 8 * i + (lane & 31) // 4]
+                assert not (row % 16).any(), "misaligned row"
+                self.set(n, self.read(self.shared, row + U64(4) * (lane & 3).astype(U64), 4, on), on)
+            return
         if kind == "mma":
             self.mma(op, args)
             return

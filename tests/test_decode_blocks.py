@@ -73,10 +73,6 @@ for case in eval(sys.argv[2]):
 """
 
 
-def stream(wk, wn, r, d, s, xs=1, **more):
-    return {"kernel": "stream", "WK": wk, "WN": wn, "R": r, "D": d, "S": s, "XS": xs, "PER": 1, **more}
-
-
 def small(wk, wn, r, u, d, xs):
     return {"kernel": "small", "WK": wk, "WN": wn, "R": r, "U": u, "D": d, "XS": xs}
 
@@ -86,27 +82,20 @@ def cases(*rows):
 
 
 CASES = {
-    "small": cases(
-        (small(4, 1, 1, 4, 1, 99), 40, 512, 1, 16),
-        (small(4, 1, 1, 2, 2, 99), 40, 576, 1, 32),
-        (small(4, 2, 1, 2, 2, 4), 40, 1056, 13, 16, {"bias": True}),
-        (small(4, 1, 2, 2, 1, 0), 40, 512, 16, 32, {"half": True}),
-    ),
     "one row": cases(
-        (stream(1, 16, 1, 4, 4), 272, 2048, 1, 16),
-        (stream(1, 16, 1, 4, 4), 250, 2880, 1, 32, {"bias": True}),
-        (stream(4, 4, 1, 2, 4, PF=1), 120, 4096, 1, 16, {"half": True}),
-        (stream(8, 2, 1, 2, 2, LOOP=1), 112, 4096, 1, 32, {"processors": 3}),
-        (stream(8, 2, 1, 2, 2, LOOP=1), 112, 48, 1, 16),
-        (stream(1, 16, 1, 2, 2), 40, 512, 1, 16, {"special": True}),
-        (stream(1, 16, 1, 2, 2), 40, 512, 1, 32, {"special": True}),
+        (small(4, 1, 1, 4, 1, 99), 40, 1024, 1, 16),
+        (small(4, 1, 1, 4, 1, 99), 40, 2880, 1, 32, {"bias": True}),
+        (small(4, 1, 1, 4, 2, 99), 40, 48, 1, 16),
+        (small(4, 1, 1, 2, 2, 99), 40, 576, 1, 32, {"half": True}),
+        (small(4, 1, 1, 2, 2, 99), 48, 4096, 1, 16, {"special": True}),
+        (small(4, 1, 2, 2, 1, 99), 72, 1536, 1, 16),
+        (small(2, 2, 1, 8, 1, 2), 64, 4096, 1, 32, {"special": True}),
     ),
     "more rows": cases(
-        (stream(1, 16, 1, 2, 4, 3), 272, 3072, 16, 16),
-        (stream(1, 16, 1, 2, 4, 4), 272, 2880, 13, 32, {"half": True, "bias": True}),
-        (stream(4, 4, 1, 2, 2, 3), 120, 4096, 8, 32),
-        (stream(2, 4, 2, 2, 2, 3), 250, 1056, 5, 16),
-        (stream(2, 2, 1, 2, 2, 3, LOOP=1), 112, 2880, 9, 16, {"processors": 2}),
+        (small(4, 2, 1, 2, 2, 4), 40, 1056, 13, 16, {"bias": True}),
+        (small(4, 2, 1, 2, 2, 4), 32, 2048, 8, 32),
+        (small(4, 1, 2, 2, 1, 0), 40, 512, 16, 32, {"half": True}),
+        (small(4, 1, 1, 4, 1, 4), 40, 512, 5, 16),
     ),
 }
 

@@ -29,9 +29,9 @@ launch.build(plain.dequantize_tiles, dict(w_ptr="*i32", s_ptr="*i32", o_ptr="*bf
 assert launch.gluon_reason() is None, launch.gluon_reason()
 from fp4.gpu.kernels.small_m import small_m
 more = dict(part_ptr="*fp32", count_ptr="*i32")
-for kind, half, mt, mr, xs in ((16, False, 8, 1, 4), (32, True, 16, 16, 0)):
-    k = launch.build(small_m, sig | dict(x_ptr="*i32") | more | i("M N oc"), dict(K=1056, KIND=kind, ANY=False, HALF=half, HAS_BIAS=True,
-        EVEN_N=False, WK=4, WN=1, R=1, U=4, MT=mt, MR=mr, SPLIT=1, D=1, XS=min(xs, 2), HOLD=0), num_warps=4, target=target)
+for kind, half, mt, mr, xs in ((16, False, 8, 1, 2), (16, False, 8, 1, 1), (32, True, 16, 16, 0)):
+    k = launch.build(small_m, sig | dict(x_ptr="*i32", s_ptr="*i64") | i("M N oc"), dict(K=1056, KIND=kind, ANY=False, HALF=half,
+        HAS_BIAS=True, EVEN_N=False, WK=4, WN=1, R=1, U=4, MT=mt, MR=mr, D=1, XS=xs, LD=0), num_warps=4, target=target)
     assert k.shared <= 99 * 1024
 if arch >= 89:
     from fp4.gpu.kernels import dense_fp8, plain_fp8

@@ -64,8 +64,6 @@ def check(y, x, w, bias=None, bound=None):
 
 
 ROUTES = [
-    {"kernel": "stream", "WK": 1, "WN": 16, "R": 1, "D": 2, "S": 4, "XS": 4, "PER": 1},
-    {"kernel": "stream", "WK": 4, "WN": 4, "R": 1, "D": 2, "S": 2, "XS": 3, "PER": 1, "LOOP": 1},
     {"kernel": "small", "WK": 4, "WN": 1, "R": 1, "U": 4, "D": 1, "XS": 99},
     {"kernel": "small", "WK": 4, "WN": 2, "R": 1, "U": 2, "D": 2, "XS": 4},
     {"kernel": "small", "WK": 4, "WN": 1, "R": 2, "U": 2, "D": 1, "XS": 0},
@@ -107,7 +105,7 @@ def test_every_route_every_shape(row, block):
 
 
 def every_shape(row, block):
-    ms = (1, 3, 16) if row["kernel"] in ("small", "stream") else (1, 17, 130, 300)
+    ms = (1, 3, 16) if row["kernel"] == "small" else (1, 17, 130, 300)
     for i, (n, k) in enumerate(SHAPES):
         if k % block:
             continue

@@ -134,8 +134,6 @@ class Dense:
                 continue
             if row["kernel"] == "small" and -(-self.kt // (row["WK"] * row["U"])) > _STEPS:
                 continue
-            if row["kernel"] == "stream" and m == 1 and 2 * self.k > _X_BYTES:
-                continue
             return row
         return self._rows[-1]
 
@@ -176,7 +174,7 @@ class Dense:
     def _plan(self, m: int, half: bool, out: torch.dtype, bias: torch.Tensor | None, row: dict[str, Any] | None = None) -> Any:
         row = row or self.choose(m)
         build = {
-            "small": self._small, "stream": self._stream, "wide": self._wide, "ws": self._ws, "tiles": self._tiles,
+            "small": self._small, "wide": self._wide, "ws": self._ws, "tiles": self._tiles,
             "plain": self._plain, "dequantize": self._dequantize,
         }[row["kernel"]]  # fmt: skip
         return build(row, m, half, out, "*fp32" if bias is None else _TYPES[bias.dtype], bias is not None)
@@ -199,56 +197,29 @@ class Dense:
         if xs == 99:  # all of x in shared memory, where it fits beside two more blocks
             xs = steps if steps * slot <= _X_BYTES else 4
         xs = min(xs, steps, max(2, _X_BYTES // slot))
+        if held == 1 and xs == steps:  # one copy brings all of it, of a power of two
+            whole = 1 << (steps - 1).bit_length()
+            xs = whole if whole * slot <= _X_BYTES else 4
         constants = {
             "K": self.k, **self._common(half, bias), "EVEN_N": self.n % (16 * r * wn) == 0, "WK": wk, "WN": wn, "R": r, "U": u,
-            "MT": mt, "MR": held, "SPLIT": 1, "D": row["D"], "XS": xs, "HOLD": row.get("HOLD", 0),
+            "MT": mt, "MR": held, "D": row["D"], "XS": xs, "LD": row.get("LD", 0),
         }  # fmt: skip
         signature = {
-            "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32", "bias_ptr": bias_type, "y_ptr": _TYPES[out],
-            "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "oc": "i32",
+            "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i64" if u >= 4 else "*i32", "alpha_ptr": "*fp32", "bias_ptr": bias_type,
+            "y_ptr": _TYPES[out], "M": "i32", "N": "i32", "oc": "i32",
         }  # fmt: skip
-        kernel = launch.build(small_m, signature, constants, num_warps=wk * wn, aligned=self._aligned(N=self.n))
-        alpha = self._alpha[half].data_ptr()
-        head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
+        kernel = launch.build(
+            small_m, signature, constants, num_warps=wk * wn, aligned=self._aligned(N=self.n),
+            maxnreg=launch.registers(wk * wn, row.get("PER", 1)),
+        )  # fmt: skip
+        head = (self.codes.data_ptr(), self.scale.data_ptr(), self._alpha[half].data_ptr())
         tail = launch.constants_in_order(small_m, constants)
         n, oc, gx, index = self.n, self._windows[half].oc, -(-self.n // (16 * r * wn)), self._index
         raw_stream = _raw_stream
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             yp = y.data_ptr()
-            kernel(gx, 1, raw_stream(index), x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, alpha, alpha, m, n, oc, *tail)
-
-        return run
-
-    def _stream(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels.stream_m import stream_m
-
-        wk, wn, r, steps = (row[c] for c in ("WK", "WN", "R", "S"))
-        mt = max(8, 1 << (m - 1).bit_length())
-        held = 1 if m == 1 else mt
-        slots = 1 if held == 1 else max(2, min(row["XS"], 2 * _X_BYTES // (wk * mt * steps * 512)))
-        constants = {
-            "K": self.k, **self._common(half, bias), "WK": wk, "WN": wn, "R": r, "MT": mt, "MR": held, "D": row["D"], "S": steps,
-            "XS": slots, "LOOP": bool(row.get("LOOP")), "PF": row.get("PF", 0),
-            "BARE": bool(row.get("BARE")) and self.k % (256 * wk * steps) == 0,
-        }  # fmt: skip
-        signature = {
-            "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i64", "alpha_ptr": "*fp32", "bias_ptr": bias_type, "y_ptr": _TYPES[out],
-            "M": "i32", "N": "i32", "oc": "i32",
-        }  # fmt: skip
-        per = row["PER"]
-        kernel = launch.build(
-            stream_m, signature, constants, num_warps=wk * wn, aligned=self._aligned(N=self.n), maxnreg=launch.registers(wk * wn, per)
-        )
-        room = per * launch.processors(self.device)
-        grid = min(self.nt, room if row.get("LOOP") else -(-self.nt // (room * wn * r)) * room)
-        head = (self.codes.data_ptr(), self.scale.data_ptr(), self._alpha[half].data_ptr())
-        tail = (self.n, self._windows[half].oc, *launch.constants_in_order(stream_m, constants))
-        index, raw_stream = self._index, _raw_stream
-
-        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            yp = y.data_ptr()
-            kernel(grid, 1, raw_stream(index), x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, m, *tail)
+            kernel(gx, 1, raw_stream(index), x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, m, n, oc, *tail)
 
         return run
 

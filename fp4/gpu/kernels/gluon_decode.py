@@ -16,6 +16,7 @@ cp_async = getattr(_ac, "async_load", None) or _ac.async_copy_global_to_shared
 cp_commit = _ac.commit_group
 cp_wait = _ac.wait_group
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 WB = gl.constexpr(_d.W_BF16)
 WH = gl.constexpr(_d.W_FP16)
@@ -39,7 +40,7 @@ H2 = gl.constexpr((gl.float16,) * 2)
 
 @gluon.jit
 def hold():
-    """Loads above stay above: ptxas would put them off until their values are wanted, however far ahead they are asked for."""
+    """Loads above stay above: ptxas puts some of them off until after a wait that stands below, their values are wanted later still."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0,0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

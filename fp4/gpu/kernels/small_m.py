@@ -1,9 +1,8 @@
 """W4A16 for few rows of x (decode): warps split k inside the CTA, weights go from device memory straight to tensor-core fragments.
 
-One CTA owns R * WN * 16 output rows and (1 / SPLIT of) all of k. Per step each of the WK warp groups reads U tiles of 16 x 64
+One CTA owns R * WN * 16 output rows and all of k. Per step each of the WK warp groups reads U tiles of 16 x 64
 codes for each of its R row tiles with one 16-byte load a lane a tile, D steps ahead of use. x comes through shared memory
-(XS >= 1: ring slots of cp.async) or through global loads (XS = 0). The WK partial sums meet in shared memory; with SPLIT > 1 the
-last CTA to finish a row block adds the partial sums in split order, so that the result does not depend on the order of arrival.
+(XS >= 1: ring slots of cp.async, all of a single row at once) or through global loads (XS = 0). The WK partial sums meet in shared memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x, hold
+from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x, hold, reinterpret
+
+
+_LD = (
+    "{ .reg .b64 q; createpolicy.fractional.L2::evict_first.b64 q, 1.0; ld.global.L1::%s.L2::cache_hint%s.v4.b32 {$0,$1,$2,$3}, [$4], q; }"
+)
+LD1 = gl.constexpr(_LD % ("no_allocate", ""))
+LD2 = gl.constexpr(_LD % ("no_allocate", ".L2::256B"))
+LD3 = gl.constexpr(_LD % ("evict_first", ".L2::256B"))
 
 
 @gluon.jit
@@ -24,49 +31,42 @@ def _load(p, live, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def finish(
-    r, y_ptr, part_ptr, count_ptr, alpha_ptr, bias_ptr, pn, pk, row0, M, N, SPLIT: gl.constexpr, NR: gl.constexpr, MT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """r: f32 [NR, MT] sums of one CTA -> y[m, n]; the fixed-order reduction over SPLIT is here."""
-    LR: gl.constexpr = r.type.layout
-    rr = row0 + gl.arange(0, NR, layout=gl.SliceLayout(1, LR))
-    rm = gl.arange(0, MT, layout=gl.SliceLayout(0, LR))
-    al = gl.load(alpha_ptr)
-    mk = (rm < M)[None, :] & (rr < N)[:, None]
-    o = rm.to(gl.int64)[None, :] * N + rr[:, None]
-    if SPLIT == 1:
-        t = r * al
-        if HAS_BIAS:
-            t += gl.load(bias_ptr + rr, mask=rr < N, other=0.0).to(gl.float32)[:, None]
-        gl.store(y_ptr + o, t.to(y_ptr.dtype.element_ty), mask=mk)
+def _codes(p, live, MASKED: gl.constexpr, LD: gl.constexpr, WK: gl.constexpr, WN: gl.constexpr, WORDS: gl.constexpr):
+    if LD == 0 or MASKED:
+        return _load(p, live, MASKED)
     else:
-        mn = M.to(gl.int64) * N
-        gl.store(part_ptr + pk * mn + o, r, mask=mk)
-        barrier()
-        old = gl.atomic_add(count_ptr + pn, 1, sem="acq_rel")
-        if old == SPLIT - 1:
-            t = gl.load(part_ptr + o, mask=mk, other=0.0, cache_modifier=".cg")
-            for j in gl.static_range(1, SPLIT):
-                t += gl.load(part_ptr + j * mn + o, mask=mk, other=0.0, cache_modifier=".cg")
-            t = t * al
-            if HAS_BIAS:
-                t += gl.load(bias_ptr + rr, mask=rr < N, other=0.0).to(gl.float32)[:, None]
-            gl.store(y_ptr + o, t.to(y_ptr.dtype.element_ty), mask=mk)
-            gl.store(count_ptr + pn, 0)
+        ASM: gl.constexpr = LD1 if LD == 1 else (LD2 if LD == 2 else LD3)
+        a, b, c, d = gl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,l", [p.to(gl.int64)], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        return gl.join(gl.join(a, c), gl.join(b, d)).reshape([WK, WN, WORDS])
+
+
+@gluon.jit
+def _scales(s, WK: gl.constexpr, WN: gl.constexpr, WORDS: gl.constexpr):
+    """The two words of each 64-bit word of scales."""
+    lo, hi = gl.inline_asm_elementwise("mov.b64 {$0,$1},$2;", "=r,=r,l", [s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    return gl.join(lo, hi).reshape([WK, WN, WORDS])
 
 
 @gluon.jit
 def small_m(
-    x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, oc,
+    x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, M, N, oc,
     K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_N: gl.constexpr,
     WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, MR: gl.constexpr,
-    SPLIT: gl.constexpr, D: gl.constexpr, XS: gl.constexpr, HOLD: gl.constexpr,
+    D: gl.constexpr, XS: gl.constexpr, LD: gl.constexpr,
 ):  # fmt: skip
-    """x_ptr: i32 words of x [M, K/2]; MR: rows of x held in shared memory (1, or MT); grid (ceil(N / (16 R WN)), SPLIT)."""
+    """x_ptr: i32 words of x [M, K/2]; MR: rows of x held in shared memory (1, or MT); grid (ceil(N / (16 R WN)),).
+
+    s_ptr: i64 words of the scales if U >= 4, else i32. With one row of x, XS is a power of two if it covers all of x.
+    """
     WK * WN
-    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
-    LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
+    EVEN_K: gl.constexpr = K % (64 * WK * U) == 0
+    MASKED: gl.constexpr = not (EVEN_K and EVEN_N)
+    E: gl.constexpr = 4 if LD and not MASKED else 1  # words at an address
+    P: gl.constexpr = 2 if U >= 4 else 1  # words of scales that a lane loads at a time
+    LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2 // P], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
+    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4 // E], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LXC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4 // U if U <= 4 else 1, 8 * U if U <= 4 else 32], [WK, WN, 1], [2, 1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [WK, WN, 1, 1], [3, 2, 1, 0])
     LX3: gl.constexpr = gl.SliceLayout(1, LX)
@@ -76,60 +76,68 @@ def small_m(
     KT: gl.constexpr = (K + 63) // 64
     KB: gl.constexpr = (KT + 3) // 4
     ST: gl.constexpr = WK * U
-    n: gl.constexpr = (KT + SPLIT * ST - 1) // (SPLIT * ST)
-    EVEN_K: gl.constexpr = K % (64 * ST * SPLIT) == 0
-    MASKED: gl.constexpr = not (EVEN_K and EVEN_N)
-    L: gl.constexpr = 64 if KIND == 16 else 32
+    NR: gl.constexpr = WN * R * 16
+    n: gl.constexpr = (KT + ST - 1) // ST
+    WHOLE: gl.constexpr = MR == 1 and n <= XS
+    L: gl.constexpr = (64 if KIND == 16 else 32) // P  # loads' worth of scales of 16 rows and 256 columns
     pn = gl.program_id(0)
-    pk = gl.program_id(1)
-    kt0 = pk * (n * ST)
     rt0 = pn * (WN * R)
     NT = (N + 15) // 16
     wk = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LA)))[:, None, None]
     wn = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LA)))[None, :, None]
-    xa = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :]
+    xa = gl.arange(0, R * U * 128 // E, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :] * E
     ra = (xa // (U * 128)) * WN + wn
     ka = wk * U + (xa % (U * 128)) // 128
-    ap = w_ptr + (rt0.to(gl.int64) * KT + kt0) * 128 + (ra * (KT * 128) + wk * (U * 128) + xa % (U * 128))
+    ap = w_ptr + rt0.to(gl.int64) * (KT * 128) + (ra * (KT * 128) + wk * (U * 128) + xa % (U * 128))
     wks = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS)))[:, None, None]
     wns = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LS)))[None, :, None]
-    xs = gl.arange(0, R * U * 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
-    rs = (xs // (U * 16)) * WN + wns
-    lane = (xs % (U * 16)) // (U // 2)
+    xs = gl.arange(0, R * U * 16 // P, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
+    rs = (xs // (U * 16 // P)) * WN + wns
+    lane = (xs % (U * 16 // P)) // (U // 2 // P)
     if KIND == 32:
         lane = lane // 2
-    word = xs % (U // 2)
     if U == 2:
-        bs = wks // 2 + word * 0
-        word = wks % 2 + word
+        bs = wks // 2 + lane * 0
+        lane = lane * 2 + wks % 2
     else:
-        bs = wks * (U // 4) + word // 2
-        word = word % 2
-    sp = s_ptr + (rt0.to(gl.int64) * KB + kt0 // 4) * L + (rs * (KB * L) + bs * L + lane * 2 + word)
+        bs = wks * (U // 4) + xs % (U // 4)
+    sp = s_ptr + rt0.to(gl.int64) * (KB * L) + (rs * (KB * L) + bs * L + lane)
     live_a = (rt0 + ra < NT) & (ka >= 0)
     live_s = (rt0 + rs < NT) & (bs >= 0)
     if XS == 0:
         wx = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[:, None, None, None]
         mx = gl.arange(0, MT, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None]
         kx = gl.arange(0, U * 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
-        kx = kt0 * 32 + wx * (U * 32) + kx
+        kx = wx * (U * 32) + kx
         xp = x_ptr + (gl.where(mx < M, mx, 0) * (K // 2) + kx)
         x0 = gl.load(xp, mask=(kx < K // 2) & (mx >= 0), other=0) if not EVEN_K else gl.load(xp)
+    elif WHOLE:
+        # one copy, since Triton puts a barrier between two into one allocation
+        LF: gl.constexpr = gl.BlockedLayout([4], [32], [WK * WN], [0])
+        flat = gl.allocate_shared_memory(gl.int32, [XS * ST * 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        kx = gl.arange(0, XS * ST * 32, layout=LF)
     else:
         SX: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8 if MR > 1 else 1, [2, 1, 0])
         sx = gl.allocate_shared_memory(gl.int32, [XS, WK, MR, U * 32], SX)
         w3 = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LXC)))[:, None, None]
         mx = gl.arange(0, MR, layout=gl.SliceLayout(0, gl.SliceLayout(2, LXC)))[None, :, None]
         kx = gl.arange(0, U * 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LXC)))[None, None, :]
-        kx = kt0 * 32 + w3 * (U * 32) + kx
+        kx = w3 * (U * 32) + kx
         xp = x_ptr + (gl.where(mx < M, mx, 0) * (K // 2) + kx)
-    a0 = _load(ap, live_a & (kt0 + ka < KT), MASKED)
-    s0 = _load(sp, live_s & (kt0 // 4 + bs < KB), MASKED)
+    a0 = _codes(ap, live_a & (ka < KT), MASKED, LD, WK, WN, R * U * 128)
+    s0 = _load(sp, live_s & (bs < KB), MASKED)
     a1 = a0
     s1 = s0
     a3 = a0
     s3 = s0
-    NPRE: gl.constexpr = 0 if XS == 0 else (n if n <= XS else XS - 1)
+    if WHOLE:
+        if EVEN_K and n == XS:
+            cp_async(flat, x_ptr + kx)
+        else:
+            cp_async(flat, x_ptr + kx, mask=kx < K // 2)
+        cp_commit()
+        sx = reinterpret(flat, gl.int32, [XS, WK, 1, U * 32], gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0]))
+    NPRE: gl.constexpr = 0 if XS == 0 or WHOLE else (n if n <= XS else XS - 1)
     for i in gl.static_range(NPRE):
         if EVEN_K:
             cp_async(sx.index(i), xp + i * (ST * 32))
@@ -137,15 +145,13 @@ def small_m(
             cp_async(sx.index(i), xp + i * (ST * 32), mask=(i * (ST * 32) + kx < K // 2) & (mx >= 0))
         cp_commit()
     if D > 1 and n > 1:
-        a1 = _load(ap + ST * 128, live_a & (kt0 + ST + ka < KT), MASKED)
-        s1 = _load(sp + (ST * L) // 4, live_s & ((kt0 + ST) // 4 + bs < KB), MASKED)
-    acc = gl.zeros([WK, WN * R * 16, MT], gl.float32, MMA)
+        a1 = _codes(ap + ST * 128, live_a & (ST + ka < KT), MASKED, LD, WK, WN, R * U * 128)
+        s1 = _load(sp + (ST * L) // 4, live_s & (ST // 4 + bs < KB), MASKED)
+    acc = gl.zeros([WK, NR, MT], gl.float32, MMA)
     for i in gl.static_range(n):
         if i + D < n:
-            a3 = _load(ap + (i + D) * (ST * 128), live_a & (kt0 + (i + D) * ST + ka < KT), MASKED)
-            s3 = _load(sp + (i + D) * ((ST * L) // 4), live_s & ((kt0 + (i + D) * ST) // 4 + bs < KB), MASKED)
-            if HOLD:
-                hold()
+            a3 = _codes(ap + (i + D) * (ST * 128), live_a & ((i + D) * ST + ka < KT), MASKED, LD, WK, WN, R * U * 128)
+            s3 = _load(sp + (i + D) * ((ST * L) // 4), live_s & ((i + D) * ST // 4 + bs < KB), MASKED)
         if XS == 0:
             x = x0
             if i + 1 < n:
@@ -154,14 +160,14 @@ def small_m(
                 else:
                     x0 = gl.load(xp + (i + 1) * (ST * 32), mask=((i + 1) * (ST * 32) + kx < K // 2) & (mx >= 0), other=0)
         else:
-            if n <= XS:
-                if MR == 1:
-                    if i == 0:
-                        cp_wait(0)
-                        barrier()
-                else:
-                    cp_wait(n - 1 - i)
+            if WHOLE:
+                if i == 0:
+                    hold()
+                    cp_wait(0)
                     barrier()
+            elif n <= XS:
+                cp_wait(n - 1 - i)
+                barrier()
             else:
                 cp_wait(XS - 2)
                 barrier()
@@ -186,7 +192,10 @@ def small_m(
         else:
             b = frag_x(x.reshape([WK, MT, U * 32]), WK, MT, U, HALF)
             b = gl.convert_layout(b, DOB, assert_trivial=True)
-        acc = mma_v2(frag_a(a0, s0, oc, WK, WN, R, U, KIND, ANY, HALF, DOA), b, acc)
+        if i == n - 1:
+            al = gl.load(alpha_ptr)
+        sc = _scales(s0, WK, WN, R * U * 16) if P == 2 else s0
+        acc = mma_v2(frag_a(a0, sc, oc, WK, WN, R, U, KIND, ANY, HALF, DOA), b, acc)
         if D == 1:
             a0 = a3
             s0 = s3
@@ -195,5 +204,17 @@ def small_m(
             s0 = s1
             a1 = a3
             s1 = s3
-    r = gl.sum(acc, axis=0)
-    finish(r, y_ptr, part_ptr, count_ptr, alpha_ptr, bias_ptr, pn, pk, pn * (WN * R * 16), M, N, SPLIT, WN * R * 16, MT, HAS_BIAS)
+    C: gl.constexpr = MT if MT <= 32 else 32
+    LR: gl.constexpr = gl.BlockedLayout([1, 1], [32 // C, C], [WK * WN, 1], [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [WK * NR, MT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), acc.reshape([WK * NR, MT]))
+    barrier()
+    r = sums.slice(0, NR, 0).load(LR)
+    for i in gl.static_range(1, WK):
+        r += sums.slice(i * NR, NR, 0).load(LR)
+    rr = pn * NR + gl.arange(0, NR, layout=gl.SliceLayout(1, LR))
+    rm = gl.arange(0, MT, layout=gl.SliceLayout(0, LR))
+    t = r * al
+    if HAS_BIAS:
+        t += gl.load(bias_ptr + rr, mask=rr < N, other=0.0).to(gl.float32)[:, None]
+    o = rm.to(gl.int64)[None, :] * N + rr[:, None]
+    gl.store(y_ptr + o, t.to(y_ptr.dtype.element_ty), mask=(rm < M)[None, :] & (rr < N)[:, None])
