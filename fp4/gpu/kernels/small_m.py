@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x, hold, reinterpret
 
-
 _LD = (
     "{ .reg .b64 q; createpolicy.fractional.L2::evict_first.b64 q, 1.0; ld.global.L1::%s.L2::cache_hint%s.v4.b32 {$0,$1,$2,$3}, [$4], q; }"
 )
