@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from sass import disassemble, straight_length
+from sass import disassemble, early_loads, straight_length
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -144,6 +144,8 @@ CASES: dict[str, Any] = {
     "act nvfp4 gate_up silu": lambda: act(NVFP4, "gate_up", "silu"),
     "act nvfp4 gate_up swiglu": lambda: act(NVFP4, "gate_up", "swiglu_oai"),
     "act nvfp4 interleaved swiglu": lambda: act(NVFP4, "interleaved", "swiglu_oai"),
+    "act mxfp4 interleaved swiglu": lambda: act(MXFP4, "interleaved", "swiglu_oai"),
+    "act mxfp8 interleaved swiglu": lambda: act(MXFP8, "interleaved", "swiglu_oai"),
     "act nvfp4_b32 gate_up silu": lambda: act(NVFP4_B32, "gate_up", "silu"),
     "act mxfp4 interleaved silu": lambda: act(MXFP4, "interleaved", "silu"),
     "act mxfp8 gate_up swiglu": lambda: act(MXFP8, "gate_up", "swiglu_oai"),
@@ -176,7 +178,8 @@ for name, build in CASES.items():
         ptx = kernel.asm["ptx"]
         found = {"cubin": len(kernel.asm["cubin"]), "words": [w for w in WORDS if w in ptx], "shared": kernel.metadata.shared}
         if ARCH == 90 and name.startswith(("quantize", "act", "permute")):
-            found["instructions"] = straight_length(disassemble(kernel.asm["cubin"]))
+            code = disassemble(kernel.asm["cubin"])
+            found |= {"instructions": straight_length(code), "early": early_loads(code)}
     except Exception as e:
         found = {"error": f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"}
     print(json.dumps({"case": name, **found}), flush=True)

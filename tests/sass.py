@@ -41,6 +41,20 @@ def straight_length(sass: str) -> int:
     return count
 
 
+def early_loads(sass: str) -> int:
+    """16-byte loads from global memory that leave before the first instruction that reads what one of them brings."""
+    loaded: set[int] = set()
+    count = 0
+    for text in re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE):
+        reads = {int(r) for r in re.findall(r"(?<![A-Z])R(\d+)", text.split(",", 1)[1] if "," in text else "")}
+        if reads & loaded:
+            break
+        if m := re.match(r"LDG\.E\S*\.128\S*\s+R(\d+)", text):
+            loaded |= set(range(int(m[1]), int(m[1]) + 4))
+            count += 1
+    return count
+
+
 def _loops(sass: str) -> list[list[str]]:
     code: list[str] = []
     labels: dict[str, int] = {}

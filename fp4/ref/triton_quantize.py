@@ -35,6 +35,9 @@ DEQUANTIZE_TILE = 2048
 #: (blocks of bf16 pairs, warps) a program, as measured: e2m1 has two blocks a thread and a warp for itself in the order of rows, 128
 #: blocks, so 128 bytes of scales, in the order of stored scales; a thread that holds more (e4m3 codes, activations) has one block
 PAIR_BLOCKS, PAIR_BLOCKS_STORED, PAIR_BLOCKS_HEAVY = (64, 1), (128, 2), (128, 4)
+#: registers of a thread behind SwiGLU at most. Left alone the assembler takes 30 to 38, puts the second half of a thread's loads behind the
+#: first half's use, and a thread goes to memory three times in a row; with 40 all its loads leave first (benchmarks/notes/quantize.md)
+ACT_REGISTERS: int | None = 40
 #: blocks go in the order in which a layout stores their scales where that is in runs and there are at most this many stored bytes a block
 #: (the work is done for padding too); else in the order of rows
 STORED_BYTES = 1.25
@@ -143,6 +146,7 @@ def quantize_blocks(
         rows = other = rows.as_strided((mats, rows_mat, 2 * k), (s_mat, s_row, 1))
     native = _native(x.device) if pairs else 0
     limit = act == SWIGLU and _exact(params[2], x.dtype)
+    options = launched(overlap) | ({"maxnreg": ACT_REGISTERS} if ACT_REGISTERS and native and act == SWIGLU else {})
     quantize_kernel[(triton.cdiv(blocks, n),)](
         rows.view(view), other.view(view), codes.view(torch.int32) if pairs else codes, scale,
         scale if g is None else g, scale if gs is None else gs, rcp_approx_table(x.device) if approx else scale, *params,
@@ -151,7 +155,7 @@ def quantize_blocks(
         N=n, FLAT=flat, WIDE=wide, EXPERTS=any(t is not None and t.numel() > 1 for t in (g, gs)),
         DIGITS=digits, STORED=stored, FILL=fill if stored else -1,
         ACT=act, ACT_ROUND=_ROUND[x.dtype], LIMIT=limit, PDL=overlap,
-        num_warps=num_warps or warps, **(chosen | {"PAIRS": pairs} | launched(overlap)),
+        num_warps=num_warps or warps, **(chosen | {"PAIRS": pairs} | options),
     )  # fmt: skip
     return codes, scale
 
