@@ -17,6 +17,8 @@ __all__ = ["EXTRAS", "GATE_UP_ORDERS", "QuantizedTensor", "check_second_level", 
 
 #: rows of a stacked gate/up matrix: g0 u0 g1 u1 .. | all gate rows, then all up rows | all up rows, then all gate rows
 GATE_UP_ORDERS = ("interleaved", "gate_up", "up_gate")
+#: the torch dtype that says what its bytes are, for the types of codes and scales that have one
+TYPED = {"e2m1": "float4_e2m1fn_x2", "e4m3": "float8_e4m3fn", "ue8m0": "float8_e8m0fnu"}
 #: parts of a layer beside its codes: a factor on x [k]; a low-rank branch [r, k] and [n, r]
 EXTRAS = ("pre_quant_scale", "lora_a", "lora_b")
 
@@ -32,7 +34,8 @@ class QuantizedTensor:
         global_scale: f32 [] or [experts]             multiplier, or None (= 1); finite, 0 only for an all-zero tensor or expert
         input_scale:  f32 [] or [experts]             multiplier of the quantised activation, or None; finite and above 0
 
-    Two of them are equal when they are one object; ``torch.equal`` of the fields compares bytes, ``fp4.dequantize`` gives values.
+    Codes and scales may come in torch's dtype of that type (float8_e4m3fn for e4m3 ...); one of another type is refused. Two of them are
+    equal when they are one object; ``torch.equal`` of the fields compares bytes, ``fp4.dequantize`` gives values.
     Stored numbers carry no gradient: the scale of a quantised Parameter is detached.
 
     ``shape`` and ``axis`` describe the unquantised tensor: ``axis`` is its quantised dimension. Raises FormatMismatch when a dtype or
@@ -68,8 +71,16 @@ class QuantizedTensor:
             if not isinstance(given, Mapping):
                 raise FormatMismatch(f"QuantizedTensor: {name} is {shown(given)}; need a dict, empty when there is nothing to say")
         where = f"QuantizedTensor {self.source.get('name', '')}".rstrip()
-        for name in ("codes", "scale"):
-            object.__setattr__(self, name, check.raw_bytes(where, name, getattr(self, name)))
+        for name, stored in (("codes", fmt.elem.name), ("scale", fmt.scale.name)):
+            t = getattr(self, name)
+            as_bytes = check.raw_bytes(where, name, t)
+            label = str(t.dtype).removeprefix("torch.")
+            if label.startswith("float") and label != TYPED.get(stored):  # flashinfer#3398: bytes of one type read as another
+                raise FormatMismatch(
+                    f"{where}: {name} is {t.dtype}; {fmt} has {stored}: need uint8 or {TYPED.get(stored, 'int8')}; take the right "
+                    "format, or, when the label is wrong, .view(torch.uint8)"
+                )
+            object.__setattr__(self, name, as_bytes)
         codes, scale = self.codes, self.scale
         if codes.ndim < 1:
             raise FormatMismatch(f"{where}: codes is a scalar; need [..., k / {fmt.codes_per_byte}]")

@@ -144,3 +144,28 @@ def test_explain_takes_the_name_of_an_activation(capsys: pytest.CaptureFixture[s
         ]
         assert answers[0] == answers[1]
         assert answers[0].problem.activation == value
+
+
+@pytest.mark.parametrize(
+    ("fmt", "codes", "scale"),
+    [
+        ("nvfp4", "float4_e2m1fn_x2", "float8_e4m3fn"),
+        ("mxfp4", "float4_e2m1fn_x2", "float8_e8m0fnu"),
+        ("mxfp8", "float8_e4m3fn", "float8_e8m0fnu"),
+        ("amdfp4", "float4_e2m1fn_x2", "uint8"),
+    ],
+)
+def test_bytes_of_one_type_are_not_read_as_another(fmt: str, codes: str, scale: str) -> None:
+    """An e8m0 tensor given as an e4m3 scale became other numbers without a word (the kind of flashinfer#3398)."""
+    q = fp4.quantize(X, fmt)
+    labels = ("float4_e2m1fn_x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+    for name, right in (("codes", codes), ("scale", scale)):
+        for label in {*labels, "uint8", "int8", right}:
+            parts = {"codes": q.codes, "scale": q.scale}
+            parts[name] = parts[name].view(getattr(torch, label))
+            if label in (right, "uint8", "int8"):
+                again = fp4.QuantizedTensor(format=fmt, global_scale=q.global_scale, **parts)
+                assert torch.equal(fp4.dequantize(again), fp4.dequantize(q))
+            else:
+                with pytest.raises(fp4.FormatMismatch, match=f"{name} is torch.{label}; {fmt} has"):
+                    fp4.QuantizedTensor(format=fmt, global_scale=q.global_scale, **parts)
