@@ -309,6 +309,10 @@ class Block:
             field = ((v[0] & M32) >> v[1]) & ((U64(1) << v[2]) - U64(1))
             sign = field >> (v[2] - U64(1)) & U64(1) if last == "s32" else U64(0)
             return np.where(sign == 1, field | ~((U64(1) << v[2]) - U64(1)), field) & mask
+        if kind == "shf":
+            assert parts[:2] == ["l", "wrap"], op
+            both = (v[0] & M32) | ((v[1] & M32) << U64(32))
+            return (both << (v[2] & U64(31))) >> U64(32)
         if kind == "prmt":
             both = (v[0] & M32) | ((v[1] & M32) << U64(32))
             picks = [((both >> (U64(8) * ((v[2] >> U64(4 * i)) & U64(7)))) & U64(0xFF)) << U64(8 * i) for i in range(4)]

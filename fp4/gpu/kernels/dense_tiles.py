@@ -42,11 +42,12 @@ def plan(d: Dense, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bi
     bn = r * nw * 16
     tiles_m, tiles_n = -(-m // bt), -(-d.n // bn)
     chunks = -(-d.kt // CHUNK)
-    blocks, helpers, ready = shares(tiles_m, tiles_n, chunks, launch.processors(d.device), group, bool(row["HELP"]))
+    nat = bool(row.get("NAT", 0))
+    blocks, helpers, ready = shares(tiles_m, tiles_n, chunks, launch.processors(d.device), group, bool(row["HELP"]) and not nat)
     front = group if helpers else tiles_m
     constants = {
         **d._common(half, bias), "EVEN": d.n % bn == 0 and d.kt % 4 == 0, "HELP": helpers > 0, "BT": bt, "R": r, "XS": row["XS"],
-        "GM": group, "NW": nw,
+        "GM": group, "NAT": nat, "NW": nw,
     }  # fmt: skip
     element = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     signature = {
@@ -61,13 +62,21 @@ def plan(d: Dense, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bi
         slot=bt * 128,
         num_warps=nw,
         aligned=d._aligned(N=d.n, KT=d.kt, words=d.k // 2),
-        pdl=bool(row["PDL"]),
+        pdl=bool(row["PDL"]) and not nat,
     )
-    counts = max(256, 1 << (-(-tiles_m // group) * group * chunks - 1).bit_length()) if helpers else 0
-    px = d._permute(counts, ready * CHUNK if helpers else d.kt)
     head = (d.codes.data_ptr(), d.scale.data_ptr(), d._alpha[half].data_ptr())
     tail = (d.k // 2, d._windows[half].oc, helpers, front, ready, *launch.constants_in_order(ws_tiles, constants))
-    n, kt, index, device = d.n, d.kt, d._index, d.device
+    n, k, kt, index, device = d.n, d.k, d.kt, d._index, d.device
+
+    def run_natural(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+        xp, yp = x.data_ptr(), y.data_ptr()
+        boxes = (*kernel.box(xp, m, k), *kernel.box(yp, m, n, 1))
+        kernel(blocks, 1, dense._raw_stream(index), *boxes, xp, xp, xp, *head, yp if b is None else b.data_ptr(), m, n, kt, *tail)
+
+    if nat:
+        return run_natural
+    counts = max(256, 1 << (-(-tiles_m // group) * group * chunks - 1).bit_length()) if helpers else 0
+    px = d._permute(counts, ready * CHUNK if helpers else d.kt)
 
     def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
         stream = dense._raw_stream(index)

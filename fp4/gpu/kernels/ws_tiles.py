@@ -6,7 +6,8 @@ What differs from ``ws_m``:
   read from memory once a group and by the other blocks from L2.
 * The sums leave through a buffer that the TMA unit writes out while the block is at its next tile. ``ws_m`` stores them itself, through 16
   barriers, with nothing beside it.
-* The first blocks (HELP) multiply nothing: on multiprocessors that whole waves of tiles leave without work they bring x into the fragments'
+* NAT: x stays as it is, and W comes into its order in registers (``natural``), for about 45 instructions more in 64 columns of a warp.
+* HELP: the first blocks multiply nothing: on multiprocessors that whole waves of tiles leave without work they bring x into the fragments'
   order, chunk after chunk as the others come to it. ``permute_x`` in front does only the chunks that are needed at once. Blocks
   start in the order of their numbers, so those that others wait for run before them, whatever else the GPU does.
 """
@@ -18,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, unpack_scales
+from fp4.gpu.kernels.natural import natural_operand, quad_lane, quad_scales
 from fp4.gpu.kernels.pdl import gl_wait
 from fp4.gpu.kernels.wide_m import _operand, _split_scales
 from fp4.gpu.kernels.ws_m import _release, tma_load
@@ -113,33 +115,59 @@ def _words(p, offset, live, on, EVEN: gl.constexpr):
 
 
 @gluon.jit
+def _at_words(KT, NW: gl.constexpr, R: gl.constexpr):
+    """i32 [NW, R*128]: row tile, offset of the word in a step; and the number of a word's lane in its quad."""
+    LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
+    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LA))[:, None]
+    i = gl.arange(0, R * 128, layout=gl.SliceLayout(0, LA))[None, :]
+    row = (i // 128) * NW + warp
+    return row, row * (KT * 128) + i % 128, quad_lane(i % 128 + warp * 0, NW, R)
+
+
+@gluon.jit
+def _at_scales(KB, KIND: gl.constexpr, NAT: gl.constexpr, NW: gl.constexpr, R: gl.constexpr):
+    """Row tile, offset of the scale word in four steps: of a lane's own columns, or (NAT) of all columns of its rows."""
+    G: gl.constexpr = 64 // KIND
+    W: gl.constexpr = 2 * G if NAT else 2
+    LS: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [NW, 1], [1, 0])
+    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None]
+    i = gl.arange(0, R * 32 * W, layout=gl.SliceLayout(0, LS))[None, :]
+    row = (i // (32 * W)) * NW + warp
+    first = i % (32 * W) // W
+    if NAT:
+        first = first // 4
+    elif KIND == 32:
+        first = first // 2
+    return row, row * (KB * 16 * G) + first * W + i % W
+
+
+@gluon.jit
+def _tile(a, e0, e1, lane, NAT: gl.constexpr, HALF: gl.constexpr, NW: gl.constexpr, R: gl.constexpr, DOA: gl.constexpr):
+    """The words of a step as operand A, in the order of x."""
+    if NAT:
+        return natural_operand(a, e0, e1, lane, HALF, NW, R, DOA)
+    else:
+        return _operand(a.reshape([NW, R, 32, 4]), e0, e1, NW, R, HALF, DOA)
+
+
+@gluon.jit
 def _consume_tiles(
     sx, sy, full, empty, yd, w_ptr, s_ptr, alpha_ptr, bias_ptr, N, KT, oc, i0, tiles, step, nk, tiles_m, tiles_n,
     NW: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr,
-    BT: gl.constexpr, R: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr,
+    BT: gl.constexpr, R: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, NAT: gl.constexpr,
 ):  # fmt: skip
     """The NW warps that decode and multiply: R * NW * 16 rows of W, BT rows of x a tile; rounds of four steps of 64 columns."""
     U: gl.constexpr = 4
     BN: gl.constexpr = R * NW * 16
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
-    LS: gl.constexpr = gl.BlockedLayout([1, U // 2], [1, 32], [NW, 1], [1, 0])
+    G: gl.constexpr = 64 // KIND  # groups of 64 columns
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BT, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     L: gl.constexpr = 64 if KIND == 16 else 32
     KB = (KT + 3) // 4
     NT = (N + 15) // 16
-    wn = gl.arange(0, NW, layout=gl.SliceLayout(1, LA))[:, None]
-    xa = gl.arange(0, R * 128, layout=gl.SliceLayout(0, LA))[None, :]
-    ra = (xa // 128) * NW + wn
-    oa = ra * (KT * 128) + xa % 128
-    ws = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None]
-    xs = gl.arange(0, R * U * 16, layout=gl.SliceLayout(0, LS))[None, :]
-    rs = (xs // (U * 16)) * NW + ws
-    lane = (xs % (U * 16)) // (U // 2)
-    if KIND == 32:
-        lane = lane // 2
-    os = rs * (KB * L) + lane * 2 + xs % (U // 2)
+    ra, oa, lane = _at_words(KT, NW, R)
+    rs, os = _at_scales(KB, KIND, NAT, NW, R)
     # helpers have no tile: they read the first one and use nothing of it
     pm, pn = _place(gl.where(i0 < tiles, i0, 0), tiles_m, tiles_n, GM)
     rt = pn * (R * NW)
@@ -168,23 +196,23 @@ def _consume_tiles(
             rt = gl.where(end, npn, pn) * (R * NW)
             live = rt + ra < NT
             s = _words(sp, os, rt + rs < NT, True, EVEN)
-            s0, s1 = _split_scales(scale, NW, R, U)
+            s0, s1 = quad_scales(scale, NW, R, G) if NAT else _split_scales(scale, NW, R, U)
             q0, q1, q2, q3 = unpack_scales(s0, oc, KIND, ANY, HALF)
             for u in gl.static_range(U):
                 # decode the words of this step and fetch those of the same step of the next round in their place
                 if u == 2:
                     q0, q1, q2, q3 = unpack_scales(s1, oc, KIND, ANY, HALF)
                 if u == 0:
-                    op = _operand(a0.reshape([NW, R, 32, 4]), q0, q2, NW, R, HALF, DOA)
+                    op = _tile(a0, q0, q2, lane, NAT, HALF, NW, R, DOA)
                     a0 = _words(wp, oa, live, kt < KT, EVEN)
                 if u == 1:
-                    op = _operand(a1.reshape([NW, R, 32, 4]), q1, q3, NW, R, HALF, DOA)
+                    op = _tile(a1, q1, q3, lane, NAT, HALF, NW, R, DOA)
                     a1 = _words(wp + 128, oa, live, kt + 1 < KT, EVEN)
                 if u == 2:
-                    op = _operand(a2.reshape([NW, R, 32, 4]), q0, q2, NW, R, HALF, DOA)
+                    op = _tile(a2, q0, q2, lane, NAT, HALF, NW, R, DOA)
                     a2 = _words(wp + 256, oa, live, kt + 2 < KT, EVEN)
                 if u == 3:
-                    op = _operand(a3.reshape([NW, R, 32, 4]), q1, q3, NW, R, HALF, DOA)
+                    op = _tile(a3, q1, q3, lane, NAT, HALF, NW, R, DOA)
                     a3 = _words(wp + 384, oa, live, kt + 3 < KT, EVEN)
                 mbarrier.wait(full.index(slot), phase)
                 acc = warpgroup_mma(op, sx.index(slot).permute([1, 0]), acc, is_async=True)
@@ -216,9 +244,9 @@ def _consume_tiles(
 def ws_tiles(
     xd, yd, x_ptr, o_ptr, flag_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, M, N, KT, words, oc, helpers, front, ready,
     KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr, HELP: gl.constexpr,
-    BT: gl.constexpr, R: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, NW: gl.constexpr,
+    BT: gl.constexpr, R: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, NAT: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """xd: descriptor of x [M, KT * 64] in the order of ``permute_x``, boxes [BT, 64]; yd: of y [M, N], boxes [BT, R * NW * 16].
+    """xd: descriptor of x [M, K] as it is (NAT) or [M, KT * 64] in the order of ``permute_x``, boxes [BT, 64]; yd: of y [M, N], boxes [BT, R * NW * 16].
 
     Grid (helpers + G,), G <= tiles. HELP: the helpers bring x (x_ptr, words a row) into order at o_ptr, the memory of xd, all but the first
     ``ready`` chunks of CHUNK tiles of the first ``front`` = GM tiles of rows; they count in flag_ptr, zeroed i32 [tiles of rows, rounded up
@@ -251,7 +279,7 @@ def ws_tiles(
     gl.warp_specialize(
         [
             (_consume_tiles, (sx, sy, full, empty, yd, w_ptr, s_ptr, alpha_ptr, bias_ptr, N, KT, oc, i0, tiles, step, nk, tiles_m, tiles_n,
-                              NW, KIND, ANY, HALF, HAS_BIAS, EVEN, BT, R, XS, GM)),
+                              NW, KIND, ANY, HALF, HAS_BIAS, EVEN, BT, R, XS, GM, NAT)),
             (_produce_tiles, (xd, sx, full, empty, flag_ptr, front, ready, i0, tiles, step, nk, tiles_m, tiles_n, chunks, HELP, BT, 4,
                               XS, GM)),
         ],
