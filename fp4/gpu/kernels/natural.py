@@ -67,9 +67,7 @@ def natural_operand(a, e0, e1, lane, HALF: gl.constexpr, NW: gl.constexpr, R: gl
             _HH, _HHC, [d, s0, s1, 3 * t0, 3 + 3 * t0, 2 - t0, 9 * t0], dtype=H4, is_pure=True, pack=1
         )
     else:
-        o0, o1, o2, o3 = gl.inline_asm_elementwise(
-            _HB, _HBC, [d, s0, s1, 3 * t0, 29 - 23 * t0, 2 - t0], dtype=B4, is_pure=True, pack=1
-        )
+        o0, o1, o2, o3 = gl.inline_asm_elementwise(_HB, _HBC, [d, s0, s1, 3 * t0, 29 - 23 * t0, 2 - t0], dtype=B4, is_pure=True, pack=1)
     o = gl.join(gl.join(o0, o2), gl.join(o1, o3))
     # NW R (g t) j h' e l -> R NW e g j h' t l
     o = o.reshape([NW, R, 8, 4, 4, 2, 2, 2]).permute([1, 0, 6, 2, 4, 5, 3, 7]).reshape([R * NW * 16, 64])
