@@ -246,7 +246,8 @@ def ws_tiles(
     KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr, HELP: gl.constexpr,
     BT: gl.constexpr, R: gl.constexpr, XS: gl.constexpr, GM: gl.constexpr, NAT: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """xd: descriptor of x [M, K] as it is (NAT) or [M, KT * 64] in the order of ``permute_x``, boxes [BT, 64]; yd: of y [M, N], boxes [BT, R * NW * 16].
+    """xd: descriptor of x [M, K] as it is (NAT) or [M, KT * 64] in the order of ``permute_x``, boxes [BT, 64]; yd: of y
+    [M, N], boxes [BT, R * NW * 16].
 
     Grid (helpers + G,), G <= tiles. HELP: the helpers bring x (x_ptr, words a row) into order at o_ptr, the memory of xd, all but the first
     ``ready`` chunks of CHUNK tiles of the first ``front`` = GM tiles of rows; they count in flag_ptr, zeroed i32 [tiles of rows, rounded up
