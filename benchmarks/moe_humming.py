@@ -6,7 +6,7 @@ humming (0.1.20) has two indexed products and an activation kernel, and no sum o
 its own figures count them. ``layer``: products, activation and a sum over the slots by torch.bmm; the sort by expert is made beforehand
 and is not in the time (it is in fp4's). Tile sizes are what its heuristics choose for the row count; sizes that are no multiple of its
 tiles are padded by humming itself, the faster of two paddings counts. Its biases are bf16, its error is checked against the same float64
-reference. Marlin's mixture of experts exists only inside vLLM and is not measured.
+reference. Marlin's mixture of experts: ``moe_marlin.py``.
 """
 
 from __future__ import annotations

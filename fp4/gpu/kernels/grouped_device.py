@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["RELU2", "SILU", "SITU", "SWIGLU", "activate", "finish", "gather"]
+__all__ = ["RELU2", "SILU", "SITU", "SWIGLU", "activate", "epilogue", "finish", "gather"]
 
 #: codes of the ACT parameter; 0 is the non-gated squared ReLU
 RELU2, SWIGLU, SILU, SITU = 0, 1, 2, 3
@@ -62,36 +62,59 @@ def gather(
 
 
 @gluon.jit
+def epilogue(
+    acc, alpha_ptr, bias_ptr, e, tile0, N: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr, BN: gl.constexpr,
+    MT: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """What ``finish`` multiplies acc [BN, MT] by and adds: global scales of expert e and biases, of gate and up if those differ."""
+    a0 = gl.load(alpha_ptr + 2 * e)
+    a1 = a0
+    b0 = a0
+    b1 = a0
+    if FIRST and ACT != 0:
+        gate, _ = gl.split(acc.reshape([BN // 16, 2, 8, MT]).permute([0, 2, 3, 1]))
+        rt = gl.arange(0, BN // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gate.type.layout)))[:, None, None]
+        rg = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gate.type.layout)))[None, :, None]
+        n = tile0 * 16 + rt * 16 + rg
+        a1 = gl.load(alpha_ptr + 2 * e + 1)
+        if BIAS:
+            b0 = gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
+            b1 = gl.load(bias_ptr + e * N + n + 8, mask=n + 8 < N, other=0.0)
+    else:
+        if BIAS:
+            n = tile0 * 16 + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))[:, None]
+            b0 = gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
+    return a0, a1, b0, b1
+
+
+@gluon.jit
 def finish(
-    acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, rows, tile0,
+    acc, a0, a1, b0, b1, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, row0, rows, tile0,
     N: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr, HALF: gl.constexpr, NW: gl.constexpr, BN: gl.constexpr,
     MT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of acc [BN, MT]: BN weight rows from row tile tile0 of expert e, sorted rows row0 .. row0 + rows; NW warps.
+    """The epilogue of acc [BN, MT]: BN weight rows from row tile tile0 of an expert, sorted rows row0 .. row0 + rows; NW warps.
 
-    FIRST: activation, in the fragments' k order of the next product, zeros up to its padded row. Else times gamma, to the pairs' rows.
+    a0, a1, b0, b1: ``epilogue``'s. FIRST: activation, in the fragments' k order of the next product, zeros up to its padded row. Else
+    times gamma, to the pairs' rows.
     """
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     col = tile0 * 16
     if FIRST:
         if ACT != 0:
             gate, up = gl.split(acc.reshape([BN // 16, 2, 8, MT]).permute([0, 2, 3, 1]))
-            rt = gl.arange(0, BN // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gate.type.layout)))[:, None, None]
-            rg = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gate.type.layout)))[None, :, None]
-            n = col + rt * 16 + rg
-            gate = gate * gl.load(alpha_ptr + 2 * e)
-            up = up * gl.load(alpha_ptr + 2 * e + 1)
+            gate = gate * a0
+            up = up * a1
             if BIAS:
-                gate += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
-                up += gl.load(bias_ptr + e * N + n + 8, mask=n + 8 < N, other=0.0)
+                gate += b0
+                up += b1
             h = activate(gate, up, p0, p1, p2, ACT).to(DT)
             UN: gl.constexpr = BN // 2
             NO: gl.constexpr = N // 2
         else:
-            n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))[:, None]
-            acc = acc * gl.load(alpha_ptr + 2 * e)
+            acc = acc * a0
             if BIAS:
-                acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)
+                acc += b0
             h = gl.where(acc > 0, acc * acc, gl.where(acc == acc, 0.0, acc)).to(DT)
             UN: gl.constexpr = BN
             NO: gl.constexpr = N
@@ -114,11 +137,10 @@ def finish(
             m = gl.arange(0, MT, layout=gl.SliceLayout(1, LO))[:, None]
         gl.store(out_ptr + (row0 + m).to(gl.int64) * NP + place, h, mask=(m < rows) & (place < NP))
     else:
-        n = col + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
         m = gl.arange(0, MT, layout=gl.SliceLayout(0, MMA))
-        acc = acc * gl.load(alpha_ptr + 2 * e)
+        acc = acc * a0
         if BIAS:
-            acc += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)[:, None]
+            acc += b0
         pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)
         acc = acc * gl.load(gamma_ptr + pair, mask=m < rows, other=0.0).to(gl.float32)[None, :]
         LY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if BN == 64 else [2, 16], [NW, 1], [1, 0])

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
-from fp4.gpu.kernels.grouped_device import finish, gather
+from fp4.gpu.kernels.grouped_device import epilogue, finish, gather
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait, trigger, wait
 
 __all__ = ["grouped_large", "permute_rows"]
@@ -170,8 +170,9 @@ def _tile(
     if KT % XS != 0:
         acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     cp_wait(0)
+    a0, a1, b0, b1 = epilogue(acc, alpha_ptr, bias_ptr, e, tile0, N, ACT, FIRST, BIAS, BN, MT, MMA)
     finish(
-        acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, rows, tile0,
+        acc, a0, a1, b0, b1, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, row0, rows, tile0,
         N, ACT, FIRST, BIAS, HALF, WN, BN, MT, MMA,
     )  # fmt: skip
 

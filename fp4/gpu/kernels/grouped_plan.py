@@ -42,13 +42,18 @@ def large(mt: int, wn: int, r: int, low: int = 0, overlap: bool = False) -> Plan
     return Plan("large", mt, (("WN", wn), ("R", r), ("XS", 4), ("LOW", low or mt)), overlap)
 
 
-def wide(mt: int, ex: int, *, low: int = 0, c: int, xs: int, u: int, ahead: bool, rp: int, per: int) -> Plan:
-    """c warp groups of 64 weight rows multiply; blocks of at most mt + ex rows. ``per`` programs an SM share all its registers."""
+def wide(
+    mt: int, ex: int, *, low: int = 0, c: int, xs: int, u: int, ahead: bool, rp: int, per: int, turn: int = 0, overlap: bool = False
+) -> Plan:
+    """c warp groups of 64 weight rows multiply; blocks of at most mt + ex rows. ``per`` programs an SM share all its registers.
+
+    turn: chunks that the fetching warp group takes in one turn of its loop, 4 // u unless given.
+    """
     maxnreg = min(65536 // (128 * (c + 1) * per) // 8 * 8, 232)
     regs = min((maxnreg * (c + 1) - rp) // c // 8 * 8, 232)
-    f = (("C", c), ("U", u), ("MT", mt), ("LOW", low or mt), ("EX", ex), ("XS", xs), ("AHEAD", ahead))
+    f = (("C", c), ("U", u), ("MT", mt), ("LOW", low or mt), ("EX", ex), ("XS", xs), ("AHEAD", ahead), ("TURN", turn or 4 // u))
     f += (("RC", regs), ("RP", rp), ("maxnreg", maxnreg), ("per", per))
-    return Plan("wide", mt + ex, f)
+    return Plan("wide", mt + ex, f, overlap)
 
 
 #: most rows an expert (pairs / experts) that a plan is chosen for, and the plan. Measured on an H200 with 128 experts at 0.03, 0.5, 2
@@ -59,9 +64,9 @@ _HOPPER: tuple[tuple[float, Plan], ...] = (
     *_ANY,
     (12, large(16, 4, 2, overlap=True)),
     (24, large(32, 4, 2, low=16)),
-    (40, wide(32, 16, c=2, xs=4, u=2, ahead=True, rp=40, per=2)),
+    (40, wide(32, 16, c=2, xs=4, u=2, ahead=True, rp=56, per=2, overlap=True)),
     (80, wide(64, 32, c=3, xs=6, u=1, ahead=True, rp=56, per=1)),
-    (float("inf"), wide(128, 32, low=64, c=3, xs=6, u=1, ahead=False, rp=56, per=1)),
+    (float("inf"), wide(128, 32, low=64, c=3, xs=6, u=1, ahead=False, rp=56, per=1, turn=1)),
 )
 
 

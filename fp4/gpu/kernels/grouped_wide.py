@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import cp_async, frag_w, unpack_scales, words_to_products
-from fp4.gpu.kernels.grouped_device import finish, gather
+from fp4.gpu.kernels.grouped_device import epilogue, finish, gather
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait
 
 __all__ = ["grouped_wide"]
@@ -61,10 +61,45 @@ def _next(slot, phase, XS: gl.constexpr):
 
 
 @gluon.jit
+def _fetch(
+    x, y, a, s, slot, phase, live, livey, more, tile0, sx, sy, sa, ss, ready, empty,
+    NT: gl.constexpr, KT: gl.constexpr, KB: gl.constexpr, SW: gl.constexpr, C: gl.constexpr, EX: gl.constexpr, XS: gl.constexpr,
+    EVEN: gl.constexpr, LEFT: gl.constexpr, LA: gl.constexpr, LS: gl.constexpr, LX: gl.constexpr,
+):  # fmt: skip
+    """Copy a chunk into the ring's slot: MT rows from x, EX further ones from y if ``more``, words from a and s. Returns the next slot.
+
+    LEFT: columns before K ends, if that is inside the chunk, else 0. EVEN: all row tiles of the C warp groups exist.
+    """
+    mbarrier.wait(empty.index(slot), phase)
+    if LEFT > 0:
+        k = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LX))[None, :]
+        live = live & (k < LEFT)
+        livey = livey & (k < LEFT)
+    cp_async(sx.index(slot), x, mask=live)
+    if EX > 0:  # noqa: SIM102 (known at compile time)
+        if more:
+            cp_async(sy.index(slot), y, mask=livey)
+    wa = gl.arange(0, 4, layout=gl.SliceLayout(1, LA))[:, None]
+    ia = gl.arange(0, a.shape[1], layout=gl.SliceLayout(0, LA))[None, :]
+    ws = gl.arange(0, 4, layout=gl.SliceLayout(1, LS))[:, None] + gl.arange(0, 32, layout=gl.SliceLayout(0, LS))[None, :] * 0
+    for c in gl.static_range(C):
+        if EVEN and LEFT == 0:
+            cp_async(sa[c].index(slot), a + c * 4 * KT * 128)
+        else:
+            cp_async(sa[c].index(slot), a + c * 4 * KT * 128, mask=(tile0 + c * 4 + wa < NT) & ((ia < LEFT * 2) | (LEFT == 0)))
+        if EVEN:
+            cp_async(ss[c].index(slot), s + c * 4 * KB * SW)
+        else:
+            cp_async(ss[c].index(slot), s + c * 4 * KB * SW, mask=tile0 + c * 4 + ws < NT)
+    async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+    return _next(slot, phase, XS)
+
+
+@gluon.jit
 def _produce(
     x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr,
-    C: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, EX: gl.constexpr, XS: gl.constexpr,
+    C: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, EX: gl.constexpr, XS: gl.constexpr, TURN: gl.constexpr,
 ):  # fmt: skip
     LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
@@ -73,14 +108,14 @@ def _produce(
     KT: gl.constexpr = (K + 63) // 64
     KB: gl.constexpr = (KT + 3) // 4
     SW: gl.constexpr = 64 if KIND == 16 else 32
-    ITER: gl.constexpr = (KT + U - 1) // U
     COVER: gl.constexpr = row_tiles(N, FIRST, ACT != 0)
     GROUPS: gl.constexpr = (COVER + 4 * C - 1) // (4 * C)
-    EVEN: gl.constexpr = NT % (4 * C) == 0 and NT == COVER and KT % U == 0
+    EVEN: gl.constexpr = NT % (4 * C) == 0 and NT == COVER
+    TURNS: gl.constexpr = KT // (TURN * U)
+    gl.static_assert(TURN == 1 or TURN * U == 4)
 
     wa = gl.arange(0, 4, layout=gl.SliceLayout(1, LA))[:, None]
     ia = gl.arange(0, U * 128, layout=gl.SliceLayout(0, LA))[None, :]
-    ka = ia // 128 + wa * 0
     oa = wa * (KT * 128) + ia
     ws = gl.arange(0, 4, layout=gl.SliceLayout(1, LS))[:, None]
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, LS))[None, :]
@@ -95,35 +130,41 @@ def _produce(
         e = gl.load(sched_ptr + 1 + 3 * block)
         row0 = gl.load(sched_ptr + 2 + 3 * block)
         rows = gl.load(sched_ptr + 3 + 3 * block)
+        more = rows > MT
         xp, live, kx = gather(x_ptr, order_ptr, row0, rows, topk, 0, MT, KT, U * 64, FIRST, LX)
         live = live & (kx >= 0)
         if EX > 0:
             yp, livey, ky = gather(x_ptr, order_ptr, row0, rows, topk, MT, EX, KT, U * 64, FIRST, LX)
             livey = livey & (ky >= 0)
+        else:
+            yp = xp
+            livey = live
         ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + oa
         sp = s_ptr + (e.to(gl.int64) * NT + tile0) * (KB * SW) + os
-        for n in range(ITER):
-            mbarrier.wait(empty.index(slot), phase)
-            sn = ((n // 2) // 2) * SW + (n // 2) % 2 if U == 1 else (n // 2) * SW + n % 2
-            if EVEN:
-                cp_async(sx.index(slot), xp + n * (U * 64), mask=live)
-                if EX > 0:  # noqa: SIM102 (known at compile time)
-                    if rows > MT:
-                        cp_async(sy.index(slot), yp + n * (U * 64), mask=livey)
-                for c in gl.static_range(C):
-                    cp_async(sa[c].index(slot), ap + (c * 4 * KT * 128 + n * (U * 128)))
-                    cp_async(ss[c].index(slot), sp + (c * 4 * KB * SW + sn))
+        # TURN chunks a turn: pointers move once for them, the copies have constant offsets. Scales of four 64-column tiles lie together
+        for n in range(TURNS):
+            if TURN * U == 4:
+                sn = sp
             else:
-                cp_async(sx.index(slot), xp + n * (U * 64), mask=live & (kx + n * (U * 64) < KT * 64))
-                if EX > 0:  # noqa: SIM102 (known at compile time)
-                    if rows > MT:
-                        cp_async(sy.index(slot), yp + n * (U * 64), mask=livey & (kx + n * (U * 64) < KT * 64))
-                for c in gl.static_range(C):
-                    ok = (tile0 + c * 4 + wa < NT) & (ka + n * U < KT)
-                    cp_async(sa[c].index(slot), ap + (c * 4 * KT * 128 + n * (U * 128)), mask=ok)
-                    cp_async(ss[c].index(slot), sp + (c * 4 * KB * SW + sn), mask=tile0 + c * 4 + (ws + lane * 0) < NT)
-            async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
-            slot, phase = _next(slot, phase, XS)
+                sn = sp + (n * U // 4) * SW + n * U % 4 // 2
+            for j in gl.static_range(TURN):
+                slot, phase = _fetch(
+                    xp + j * (U * 64), yp + j * (U * 64), ap + j * (U * 128), sn + j * U // 2, slot, phase, live, livey, more, tile0,
+                    sx, sy, sa, ss, ready, empty, NT, KT, KB, SW, C, EX, XS, EVEN, 0, LA, LS, LX,
+                )  # fmt: skip
+            xp += TURN * U * 64
+            if EX > 0:
+                yp += TURN * U * 64
+            ap += TURN * U * 128
+            if TURN * U == 4:
+                sp += SW
+        if TURN * U != 4:
+            sp += TURNS * U // 4 * SW + TURNS * U % 4 // 2
+        for j in gl.static_range((KT % (TURN * U) + U - 1) // U):
+            slot, phase = _fetch(
+                xp + j * (U * 64), yp + j * (U * 64), ap + j * (U * 128), sp + j * U // 2, slot, phase, live, livey, more, tile0,
+                sx, sy, sa, ss, ready, empty, NT, KT, KB, SW, C, EX, XS, EVEN, 64 if KT % (TURN * U) - j * U < U else 0, LA, LS, LX,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -136,14 +177,19 @@ def _words(slot, phase, sa, ss, ready):
 
 
 @gluon.jit
-def _multiply(acc, acc2, w, slot, sx, sy, P: gl.constexpr, MT: gl.constexpr, E: gl.constexpr):
-    """Start the products of operand w with a slot's rows."""
+def _multiply(acc, acc2, w, slot, sx, sy, U: gl.constexpr, P: gl.constexpr, MT: gl.constexpr, E: gl.constexpr):
+    """Start the products of operand w with a slot's rows, of which w may have the first columns only."""
     x = sx.index(slot)
     if P < MT:
         x = x.slice(0, P)
+    if w.shape[1] < U * 64:
+        x = x.slice(0, w.shape[1], 1)
     acc = warpgroup_mma(w, x.permute([1, 0]), acc, is_async=True)
     if E > 0:
-        acc2 = warpgroup_mma(w, sy.index(slot).permute([1, 0]), acc2, is_async=True)
+        y = sy.index(slot)
+        if w.shape[1] < U * 64:
+            y = y.slice(0, w.shape[1], 1)
+        acc2 = warpgroup_mma(w, y.permute([1, 0]), acc2, is_async=True)
     return acc, acc2
 
 
@@ -156,7 +202,7 @@ def _tile(
     """64 weight rows from row tile tile0 times P + E rows. Returns the ring's next slot and phase."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    ITER: gl.constexpr = ((K + 63) // 64 + U - 1) // U
+    ITER: gl.constexpr = (K + 63) // 64 // U  # whole chunks
     acc = gl.zeros([64, P], gl.float32, MMA)
     if E > 0:
         MMB: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
@@ -164,7 +210,7 @@ def _tile(
     else:
         acc2 = acc
     LOOP: gl.constexpr = (ITER - 1) // 2 * 2
-    if AHEAD:
+    if AHEAD and ITER > 0:
         a, s = _words(slot, phase, sa, ss, ready)
     # two chunks a turn, so that which half of a scale word a chunk uses is known at compile time. w is the register operand of a running
     # product and stays until that product has been waited for
@@ -173,7 +219,7 @@ def _tile(
             if not AHEAD:
                 a, s = _words(slot, phase, sa, ss, ready)
             w = _decode(a, s, oc, j == 1, U, KIND, ANY, HALF, DOA)
-            acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, P, MT, E)
+            acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, U, P, MT, E)
             here = slot
             slot, phase = _next(slot, phase, XS)
             if AHEAD:
@@ -183,11 +229,15 @@ def _tile(
             else:
                 acc, w = warpgroup_mma_wait(0, deps=(acc, w))
             async_copy.mbarrier_arrive(empty.index(here), increment_count=False)  # each thread for itself: no barrier of the warp group
+    # what the epilogue wants is on its way while the last chunks are multiplied
+    a0, a1, b0, b1 = epilogue(acc, alpha_ptr, bias_ptr, e, tile0, N, ACT, FIRST, BIAS, 64, P, MMA)
+    if E > 0:
+        _, _, c0, c1 = epilogue(acc2, alpha_ptr, bias_ptr, e, tile0, N, ACT, FIRST, BIAS, 64, E, MMB)
     for j in gl.static_range(ITER - LOOP):
         if not AHEAD:
             a, s = _words(slot, phase, sa, ss, ready)
         w = _decode(a, s, oc, j == 1, U, KIND, ANY, HALF, DOA)
-        acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, P, MT, E)
+        acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, U, P, MT, E)
         here = slot
         slot, phase = _next(slot, phase, XS)
         if AHEAD and j < ITER - LOOP - 1:
@@ -197,13 +247,25 @@ def _tile(
         else:
             acc, w = warpgroup_mma_wait(0, deps=(acc, w))
         async_copy.mbarrier_arrive(empty.index(here), increment_count=False)
+    if (K + 63) // 64 % U != 0:  # half a chunk
+        mbarrier.wait(ready.index(slot), phase)
+        a = sa.index(slot).slice(0, 128, 1).load(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+        s = ss.index(slot).load(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+        w = _decode(a, s, oc, False, 1, KIND, ANY, HALF, DOA)
+        acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, U, P, MT, E)
+        if E > 0:
+            acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
+        else:
+            acc, w = warpgroup_mma_wait(0, deps=(acc, w))
+        async_copy.mbarrier_arrive(empty.index(slot), increment_count=False)
+        slot, phase = _next(slot, phase, XS)
     finish(
-        acc, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0, gl.minimum(rows, P), tile0,
+        acc, a0, a1, b0, b1, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, row0, gl.minimum(rows, P), tile0,
         N, ACT, FIRST, BIAS, HALF, 4, 64, P, MMA,
     )  # fmt: skip
     if E > 0:
         finish(
-            acc2, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, e, row0 + P, rows - P, tile0,
+            acc2, a0, a1, c0, c1, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, row0 + P, rows - P, tile0,
             N, ACT, FIRST, BIAS, HALF, 4, 64, E, MMB,
         )  # fmt: skip
     return slot, phase
@@ -248,12 +310,13 @@ def grouped_wide(
     x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, topk,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr,
     HALF: gl.constexpr, C: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, LOW: gl.constexpr, EX: gl.constexpr,
-    XS: gl.constexpr, AHEAD: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr = False,
+    XS: gl.constexpr, AHEAD: gl.constexpr, TURN: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """As ``grouped_large``, but the schedule's blocks hold up to MT + EX rows. Any grid: programs take tiles in turn.
 
     LOW: rows of the smaller tile that a block of at most LOW rows uses (MT for none). RC, RP: registers of threads that multiply and that
-    fetch. AHEAD: read a chunk's words before waiting for the product of the one before. C: 2 or 3.
+    fetch. AHEAD: read a chunk's words before waiting for the product of the one before. TURN: chunks that the fetching warp group takes
+    in one turn of its loop, 1 or 4 // U. C: 2 or 3.
     """
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -286,7 +349,7 @@ def grouped_wide(
                 (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[1], ss[1],
                             ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 1, C, U, MT, LOW, EX, XS, AHEAD)),
                 (_produce, (x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
-                            N, K, KIND, ACT, FIRST, C, U, MT, EX, XS)),
+                            N, K, KIND, ACT, FIRST, C, U, MT, EX, XS, TURN)),
             ], [4, 4], [RC, RP],
         )  # fmt: skip
     else:
@@ -300,6 +363,6 @@ def grouped_wide(
                 (_consume, (alpha_ptr, bias_ptr, out_ptr, order_ptr, sched_ptr, gamma_ptr, oc, p0, p1, p2, tiles, sx, sy, sa[2], ss[2],
                             ready, empty, N, K, KIND, ANY, ACT, FIRST, BIAS, HALF, 2, C, U, MT, LOW, EX, XS, AHEAD)),
                 (_produce, (x_ptr, w_ptr, s_ptr, order_ptr, sched_ptr, topk, tiles, sx, sy, sa, ss, ready, empty,
-                            N, K, KIND, ACT, FIRST, C, U, MT, EX, XS)),
+                            N, K, KIND, ACT, FIRST, C, U, MT, EX, XS, TURN)),
             ], [4, 4, 4], [RC, RC, RP],
         )  # fmt: skip
