@@ -1,9 +1,10 @@
 """Dense products as ``fp4.matmul`` runs them, beside cuBLAS bf16 and, where it is installed, humming.
 
-``python benchmarks/dense.py [--out FILE]``. One process a weight. All compile, set up and check at the same time; then one after the other
+``python benchmarks/dense.py [--out FILE]``. One process a size. All compile, set up and check at the same time; then one after the other
 has the GPU for its times: microseconds with a cold L2, CUDA graphs of (96 MiB flush, product) less those of flushes, median of replays,
-products of a size in turn so that all meet the same clock. Errors are relative Frobenius errors against fp64 of the exactly dequantised
-weight on 256 of its rows; same: two calls gave equal bytes; limit: the weight's bytes at 4.26 TB/s. ``--table FILE`` prints a report as
+products of a size in turn, both formats and the peers, so that all meet the same clock. Errors are relative Frobenius errors against
+fp64 of the exactly dequantised weight on 256 of its rows; same: two calls gave equal bytes; limit: the weight's bytes at 4.26 TB/s.
+``--table FILE`` prints a report as
 markdown.
 """
 
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 MS = (1, 16, 64, 256, 1024, 4096)
-CASES = ("nvfp4:8192", "nvfp4:28672", "mxfp4:8192", "mxfp4:28672")
+CASES = ("nvfp4+mxfp4:8192", "nvfp4+mxfp4:28672")
 K = 8192
+Ops = dict[int, dict[str, Any]]
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "w4a8": 0}
 
 
@@ -81,8 +83,7 @@ def compile_rows(args: argparse.Namespace) -> None:
 
     none, about = torch.zeros(4, dtype=torch.int32), {"low": 116, "high": 123, "any": False, "fp16": True}
     work: list[tuple[Any, ...]] = []
-    for case in args.cases:
-        name, n = case.split(":")
+    for name, n in ((name, case.split(":")[1]) for case in args.cases for name in case.split(":")[0].split("+")):
         d = dense.Dense(none, none, None, int(n), K, BLOCK[name], about, "sm90")
         work += [(int(n), K, m, picked(d, m), BLOCK[name]) for m in args.ms]
         if name == "mxfp4":
@@ -108,15 +109,17 @@ def until(when: float) -> Any:
         signal.signal(signal.SIGALRM, old)
 
 
-def ops_of(case: str, args: argparse.Namespace) -> tuple[dict[int, dict[str, Any]], dict[tuple[int, str], dict[str, Any]], Any]:
-    """({m: {name: call}}, {(m, name): row of the report without its time}, fp4's call) for one weight: set up, run and checked."""
+def ops_of(fmt: str, n: int, args: argparse.Namespace, late: float) -> tuple[Ops, dict[tuple[int, str], dict[str, Any]], Any]:
+    """({m: {name: call}}, {(m, name): row of the report without its time}, fp4's call) for one weight: set up, run and checked.
+
+    late: time of ``time.monotonic`` after which no peer is waited for.
+    """
     import torch
 
     import fp4
     from fp4.gpu.kernels import tune
 
-    fmt, n, k = case.split(":")[0], int(case.split(":")[1]), K
-    block = BLOCK[fmt]
+    k, block, case = K, BLOCK[fmt], f"{fmt}:{n}"
     codes, scale, second = tune.checkpoint(n, k, block)
     weight = fp4.QuantizedTensor(fmt, codes, scale, second)
     pick = torch.cat([torch.arange(128), torch.arange(n - 128, n)]).cuda()
@@ -134,7 +137,6 @@ def ops_of(case: str, args: argparse.Namespace) -> tuple[dict[int, dict[str, Any
             wb[r : r + 2048] = tune.values(codes[r : r + 2048], scale[r : r + 2048], second, block).bfloat16()
         calls["cublas bf16"] = lambda x: torch.nn.functional.linear(x, wb)
     peers: dict[str, Any] = {}
-    late = time.monotonic() + args.peer_seconds
     if "humming" in args.peers:
         for name in ("humming", "humming w4a8")[: 1 if block == 16 else 2]:
             try:
@@ -187,30 +189,29 @@ def child(case: str, args: argparse.Namespace) -> None:
 
     from fp4.gpu.kernels import tune
 
-    ops, about, call = ops_of(case, args)
+    n, late = int(case.split(":")[1]), time.monotonic() + args.peer_seconds
+    formats = {fmt: ops_of(fmt, n, args, late) for fmt in case.split(":")[0].split("+")}
     torch.cuda.synchronize()
     print("ready", flush=True)
     if args.setup_only or not sys.stdin.readline():
         return
     short, long = tune.Clock(10, 20), tune.Clock(4, 14)
-    for m in sorted(ops, key=lambda m: (m == 4096, -m)):
-        for name, us in (long if m >= 1024 else short).together(ops[m]).items():
-            row = about[m, name]
-            print(json.dumps({**row, "us": round(us, 2), "tflops": round(2e-6 * m * row["n"] * K / us)}), flush=True)
-    fmt, n = case.split(":")
-    for m in (1, 64):
-        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
-        print(
-            json.dumps({"name": "fp4 host time of one call", "format": fmt, "n": int(n), "m": m, "us": round(host_us(call, x), 1)}),
-            flush=True,
-        )
+    for m in sorted(args.ms, key=lambda m: (m == 4096, -m)):
+        together = {(fmt, name): op for fmt, (ops, _, _) in formats.items() for name, op in ops.get(m, {}).items()}
+        for (fmt, name), us in (long if m >= 1024 else short).together(together).items():
+            row = formats[fmt][1][m, name]
+            print(json.dumps({**row, "us": round(us, 2), "tflops": round(2e-6 * m * n * K / us)}), flush=True)
+    for fmt, (_, _, call) in formats.items():
+        for m in (1, 64):
+            us = host_us(call, torch.randn(m, K, device="cuda", dtype=torch.bfloat16))
+            print(json.dumps({"name": "fp4 host time of one call", "format": fmt, "n": n, "m": m, "us": round(us, 1)}), flush=True)
     print("done", flush=True)
 
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=Path)
-    ap.add_argument("--cases", type=lambda s: tuple(s.split(",")), default=CASES, help="format:n,...")
+    ap.add_argument("--cases", type=lambda s: tuple(s.split(",")), default=CASES, help="format:n or format+format:n, ...")
     ap.add_argument("--ms", type=lambda s: tuple(map(int, s.split(","))), default=MS)
     ap.add_argument("--peers", default="cublas,humming")
     ap.add_argument(

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fp4.gpu.kernels import dense, dense_fp8, frag, launch
 
 Row = dict[str, Any]
+Name = TypeVar("Name")
 
 
 def _small(wk: int, wn: int, r: int, u: int, d: int, xs: int) -> Row:
@@ -127,7 +128,7 @@ class Clock:
                     once()
         return graph
 
-    def together(self, ops: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    def together(self, ops: dict[Name, Callable[[], Any]]) -> dict[Name, float]:
         graphs = [self._graph(None), *(self._graph(op) for op in ops.values())]
         times: list[list[float]] = [[] for _ in graphs]
         with torch.cuda.stream(self.stream):
