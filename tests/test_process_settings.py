@@ -207,3 +207,39 @@ def test_a_config_that_is_there_and_cannot_be_read(tmp_path: Path, name: str, ki
         (folder / name).symlink_to(name if kind == "loop" else "../blobs/0123")
     with pytest.raises(fp4.CheckpointError, match=name):
         fp4.open_checkpoint(folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_default_dtype_is_not_in_the_bytes_of_a_gpu(default: torch.dtype) -> None:
+    """The GPU quantiser keeps its constants; the first call of a process that loads a bfloat16 model made them in bfloat16."""
+    from fp4.ref import triton_quantize
+
+    x = torch.randn(256, 512).bfloat16()
+    want = {name: fp4.quantize(x, "nvfp4", name) for name in ("default", "te", "flashinfer_fast")}
+    triton_quantize._constants.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        got = {name: fp4.quantize(x.cuda(), "nvfp4", name) for name in want}
+    finally:
+        torch.set_default_dtype(torch.float32)
+        triton_quantize._constants.cache_clear()
+    for name, q in want.items():
+        assert torch.equal(got[name].codes.cpu(), q.codes), name
+        assert torch.equal(got[name].scale.cpu(), q.scale), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["high", "medium", "autocast"])
+def test_the_reference_on_a_gpu_stays_in_float32(how: str) -> None:
+    """TF32 is 1e-3 off, and is what engines set."""
+    q, x = fp4.quantize(torch.randn(96, 512).cuda(), "nvfp4"), torch.randn(32, 512).cuda()
+    want = matmul(x, q, acc=torch.float64)
+    if how != "autocast":
+        torch.set_float32_matmul_precision(how)
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=how == "autocast"):
+            got = fp4.matmul(x, fp4.prepare(q, "reference"))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert float((got.double() - want.double()).norm() / want.double().norm()) < 1e-6
