@@ -31,7 +31,9 @@ def small(n: int, k: int, block: int, scales: tuple[int, int] | None = None) -> 
     return codes.cuda(), scale.cuda(), second if second is None else second.cuda()
 
 
-calls = [(row["kernel"], row, shape) for row in ROUTES for shape in ((16, 48, 1040, 3), (32, 80, 544, 16), (16, 272, 1040, 300))]
+FEW = ((16, 48, 1040, 1), (32, 64, 2048, 1), (16, 48, 1040, 3), (32, 80, 544, 16))
+MANY = ((16, 48, 1040, 3), (32, 80, 544, 16), (16, 272, 1040, 300))
+calls = [(row["kernel"], row, shape) for row in ROUTES for shape in (FEW if row["kernel"] == "small" else MANY)]
 calls += [("ws8" if isinstance(row, Specialised) else "wide8", row, None) for row in ROUTES_W4A8] + [("plain8", None, None)]
 calls = [c for c in calls if kind in c[0] and (hopper or c[0] not in ("wide", "ws", "wide8", "ws8"))]
 for name, row, shape in calls[part::parts]:
