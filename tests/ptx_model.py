@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import ml_dtypes
 import numpy as np
 
 U32 = np.uint32
@@ -82,6 +83,9 @@ def run(asm: str, inputs: dict[int, np.ndarray], outputs: int, wide: bool = Fals
             assert all(((p & np.uint64(8)) == 0).all() for p in picks), "a selector asks for a sign to be spread"
             parts = [((both >> (np.uint64(8) * (p & np.uint64(7)))) & np.uint64(0xFF)) << np.uint64(8 * i) for i, p in enumerate(picks)]
             out = sum(parts).astype(U32)
+        elif op == "cvt.rn.f16x2.e4m3x2":
+            pair = np.stack([v[0] & U32(0xFF), v[0] >> U32(8) & U32(0xFF)], -1).astype(np.uint8)
+            out = _b(pair.view(ml_dtypes.float8_e4m3fn).astype(np.float64), True)
         elif op == "fma.rn.bf16x2":
             out = _b(_f(v[0], False) * _f(v[1], False) + _f(v[2], False), False)
         elif op == "mul.rn.f16x2":

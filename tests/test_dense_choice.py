@@ -87,7 +87,15 @@ def test_w4a8_table_serves_every_size():
     for n in (16, 1000, 16383, 16384, 1 << 20):
         for m in (1, 64, 65, 128, 129, 256, 257, 1024, 1025, 1 << 20):
             row = next(r for top, least, r in dense_fp8.hopper_table() if (top is None or m <= top) and n >= least)
-            assert isinstance(row, dense_fp8.Wide | dense_fp8.Specialised)
+            assert isinstance(row, dense_fp8.Row)
+    for top, _, row in dense_fp8.hopper_table():
+        assert not isinstance(row, dense_fp8.Few) or (top is not None and top <= row.MT and not (row.ONE and top > 1))
+    none = torch.zeros(4, dtype=torch.int32)
+    for k, few in ((8192, True), (28672, False)):  # 57 steps of k with the narrowest rows: too many to write one behind the other
+        d = dense_fp8.Dense8(none, none, torch.zeros(16, dtype=torch.uint8), None, 16, k, True)
+        narrow = dense_fp8.Few(16, 4, 2, 1, 2, 2, 4)
+        assert d._fits(narrow) == few
+        assert d._fits(next(r for top, _, r in d._table if d._fits(r) and top is None))
 
 
 def test_a_ring_that_does_not_fit_is_shortened(monkeypatch):

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_dense import ROUTES, ROUTES_W4A8, forced, weight
 
-from fp4.gpu.kernels.dense_fp8 import Dense8, Specialised
+from fp4.gpu.kernels.dense_fp8 import Dense8, Few
 from fp4.gpu.kernels.plain_fp8 import row_base
 from fp4.layouts import layouts
 
@@ -34,8 +34,8 @@ def small(n: int, k: int, block: int, scales: tuple[int, int] | None = None) -> 
 FEW = ((16, 48, 1040, 1), (32, 64, 2048, 1), (16, 48, 1040, 3), (32, 80, 544, 16))
 MANY = ((16, 48, 1040, 3), (32, 80, 544, 16), (16, 272, 1040, 300))
 calls = [(row["kernel"], row, shape) for row in ROUTES for shape in (FEW if row["kernel"] == "small" else MANY)]
-calls += [("ws8" if isinstance(row, Specialised) else "wide8", row, None) for row in ROUTES_W4A8] + [("plain8", None, None)]
-calls = [c for c in calls if kind in c[0] and (hopper or c[0] not in ("wide", "ws", "wide8", "ws8"))]
+calls += [("small8" if isinstance(row, Few) else "ws8", row, None) for row in ROUTES_W4A8] + [("plain8", None, None)]
+calls = [c for c in calls if kind in c[0] and (hopper or c[0] not in ("wide", "ws", "tiles", "small8", "ws8"))]
 for name, row, shape in calls[part::parts]:
     if shape is not None:
         block, n, k, m = shape
@@ -45,7 +45,7 @@ for name, row, shape in calls[part::parts]:
         d = Dense8(layouts["frag_w8"].apply(codes), layouts["frag_sf32"].apply(scale), row_base(scale), None, 272, 544, row is not None)
         if row is not None:
             d._table = ((None, 0, row),)
-        d(torch.randn(300, 544).bfloat16().cuda())
+        d(torch.randn((1 if row.ONE else row.MT) if isinstance(row, Few) else 300, 544).bfloat16().cuda())
     torch.cuda.synchronize()
     print(name, row, flush=True)
 print(f"{len(calls[part::parts])} of {len(calls)} calls ran, part {part} of {parts}")

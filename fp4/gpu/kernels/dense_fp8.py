@@ -1,4 +1,7 @@
-"""W4A8: MXFP4 weights times activations quantised to e4m3 per token: ``wide_fp8`` on Hopper, ``plain_fp8`` on SM89 and other newer GPUs."""
+"""W4A8: MXFP4 weights times activations quantised to e4m3 per token.
+
+On Hopper ``small_fp8`` for few rows of x, ``ws_fp8`` and ``wide_fp8`` for more; ``plain_fp8`` on SM89 and other newer GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,22 @@ import torch
 
 from fp4.gpu.kernels import launch
 from fp4.gpu.kernels.decode_fp8 import BASE
-from fp4.gpu.kernels.dense import _TYPES, _raw_stream, table
+from fp4.gpu.kernels.dense import _STEPS, _TYPES, _X_BYTES, _raw_stream, table
+
+
+class Few(NamedTuple):
+    """Constants of ``small_fp8`` for at most MT rows of x; ONE: for one; XS: slots of x in shared memory, at most
+    what k needs; CVT: weights by conversions."""
+
+    MT: int
+    WK: int
+    WN: int
+    R: int
+    U: int
+    D: int
+    XS: int
+    ONE: bool = False
+    CVT: bool = False
 
 
 class Wide(NamedTuple):
@@ -49,14 +67,18 @@ ONCE = 256
 COUNTS = 1024
 
 
-def kernel_of(row: dict[str, Any]) -> Wide | Specialised:
+Row = Few | Wide | Specialised
+
+
+def kernel_of(row: dict[str, Any]) -> Row:
     """What a row of ``table.json`` names."""
     constants = {k: v for k, v in row.items() if k not in ("m_max", "n_min", "kernel")}
-    return Wide(**constants) if row["kernel"] == "wide" else Specialised(**constants)
+    kernels: dict[str, type[Row]] = {"small": Few, "wide": Wide, "ws": Specialised}
+    return kernels[row["kernel"]](**constants)
 
 
 @functools.cache
-def hopper_table() -> tuple[tuple[int | None, int, Wide | Specialised], ...]:
+def hopper_table() -> tuple[tuple[int | None, int, Row], ...]:
     """(m_max, n_min, kernel), the first that fits: section "sm90 w4a8" of ``table.json``."""
     return tuple((r["m_max"], r["n_min"], kernel_of(r)) for r in table()["sm90 w4a8"])
 
@@ -134,7 +156,7 @@ class Dense8:
             x = x.clone(memory_format=torch.contiguous_format)
         if bias is not None and bias.data_ptr() & 15:
             bias = bias.clone()
-        row = next(r for top, least, r in self._table if (top is None or m <= top) and self.n >= least)
+        row = next(r for top, least, r in self._table if (top is None or m <= top) and self.n >= least and self._fits(r))
         key = (row, x.dtype, out_dtype, None if bias is None else bias.dtype)
         plan = self._plans.get(key)
         if plan is None:
@@ -142,8 +164,46 @@ class Dense8:
         plan(x, bias, y, m)
         return y
 
-    def _plan(self, row: Wide | Specialised, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+    def _fits(self, row: Any) -> bool:
+        """small_fp8 has its steps of k one behind the other: no more of them than small_m."""
+        return not isinstance(row, Few) or -(-self.kt // (row.WK * row.U)) <= _STEPS
+
+    def _plan(self, row: Row, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+        if isinstance(row, Few):
+            return self._plan_few(row, act, out, bias)
         return self._plan_wide(row, act, out, bias) if isinstance(row, Wide) else self._plan_ws(row, act, out, bias)
+
+    def _plan_few(self, row: Few, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+        from fp4.gpu.kernels.small_fp8 import small_fp8
+
+        mt, wk, wn, r, u, d, xs, one, cvt = row
+        held, bn = 1 if one and xs else mt, 16 * r * wn
+        slot = held * wk * u * 64
+        xs = min(xs, -(-self.kt // (wk * u)), max(2, _X_BYTES // slot))
+        constants = {
+            "KT": self.kt, "HAS_BIAS": bias is not None, "EVEN_N": self.n % bn == 0, "WK": wk, "WN": wn, "R": r, "U": u, "MT": mt,
+            "MR": held, "D": d, "XS": xs, "CVT": bool(cvt),
+        }  # fmt: skip
+        signature = {
+            "x_ptr": "*i32", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
+            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
+            "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32",
+        }  # fmt: skip
+        aligned = ("N",) if self.n % 16 == 0 else ()
+        kernel = launch.build(small_fp8, signature, constants, num_warps=wk * wn, aligned=aligned, pdl=True)
+        quantize = self.quantizer(act, False, 16)
+        tail = launch.constants_in_order(small_fp8, constants)
+        w, s, base, ws = (t.data_ptr() for t in (self.codes, self.scale, self.base, self.ws))
+        blocks, n, kt, index, device = -(-self.n // bn), self.n, self.kt, self._index, self.device
+
+        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+            stream = _raw_stream(index)
+            yp = y.data_ptr()
+            space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
+            x8, scales = quantize(x, space, m, stream)
+            kernel(blocks, 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, base, ws, m, n, *tail)
+
+        return run
 
     def _plan_wide(self, row: Wide, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         from fp4.gpu.kernels.wide_fp8 import wide_fp8
@@ -181,7 +241,7 @@ class Dense8:
 
         bt, r, sk, xs, nw, per, pdl, cut, gm, ts, qw, pf = row
         bn = r * nw * 16
-        ts = ts and out is not torch.float32 and self.n % 8 == 0  # a row of y starts at a multiple of 16 bytes, as TMA wants
+        ts = bool(ts) and out is not torch.float32 and self.n % 8 == 0  # a row of y starts at a multiple of 16 bytes, as TMA wants
         constants = {
             "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % 4 == 0, "CUT": cut > 0, "TS": ts, "BT": bt, "R": r,
             "SK": sk, "XS": xs, "GM": gm, "PF": pf, "NW": nw,
@@ -259,12 +319,12 @@ class Dense8:
 
     def quantizer(self, act: torch.dtype, frag: bool, warps: int = 8, counts: int = 0) -> Any:
         """(x, workspace, m, stream) -> address of e4m3 [m, kt * 64] and of f32 [m], both at the start of the workspace, counters behind
-        them at the next 16 bytes; frag: k in the order of the Hopper kernels."""
+        them at the next 16 bytes; frag: k in the order of the kernels with fp8 MMAs."""
         from fp4.gpu.kernels.plain_fp8 import quantize_x
 
         once = self.kt <= ONCE
         block = 1 << (self.kt - 1).bit_length() if once else QUANTIZE
-        constants = {"B": block, "FRAG": frag, "PDL": frag, "ROUND": not frag, "COUNTS": counts, "ONCE": once, "IEEE": False}
+        constants = {"B": block, "FRAG": frag, "PDL": self.wide, "ROUND": not self.wide, "COUNTS": counts, "ONCE": once, "IEEE": False}
         order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "count_ptr": "*i32", "K": "i32", "KT": "i32"}
         aligned = ("K",) if self.k % 16 == 0 else ()
         warps = max(warps, block // 16) if once else 8

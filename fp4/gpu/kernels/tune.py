@@ -40,12 +40,17 @@ def _tiles(gm: int, help_x: int = 1, bt: int = 256, xs: int = 5) -> Row:
     return {"kernel": "tiles", "BT": bt, "R": 1, "XS": xs, "NW": 8, "GM": gm, "HELP": help_x, "PDL": 1}
 
 
-def _wide8(bt: int, r: int, u: int, xs: int, nw: int, pdl: int = 1) -> Row:
-    return {"kernel": "wide", "BT": bt, "R": r, "U": u, "XS": xs, "NW": nw, "PDL": pdl}
+def _few8(mt: int, wk: int, wn: int, r: int, u: int, d: int, xs: int, one: int = 0, cvt: int = 1) -> Row:
+    return {"kernel": "small", "MT": mt, "WK": wk, "WN": wn, "R": r, "U": u, "D": d, "XS": xs, "ONE": one, "CVT": cvt}
 
 
-def _ws8(bt: int, r: int, sk: int, xs: int, nw: int = 8, per: int = 1, pdl: int = 1) -> Row:
-    return {"kernel": "ws", "BT": bt, "R": r, "SK": sk, "XS": xs, "NW": nw, "PER": per, "PDL": pdl}
+def _ws8(
+    bt: int, r: int, sk: int, xs: int, nw: int = 8, per: int = 1, cut: int = 0, gm: int = 8, ts: int = 0, qw: int = 8, pf: int = 0
+) -> Row:
+    return {
+        "kernel": "ws", "BT": bt, "R": r, "SK": sk, "XS": xs, "NW": nw, "PER": per, "PDL": 1, "CUT": cut, "GM": gm, "TS": ts, "QW": qw,
+        "PF": pf,
+    }  # fmt: skip
 
 
 DEQUANTIZE: Row = {"kernel": "dequantize"}
@@ -64,12 +69,16 @@ CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
 }  # fmt: skip
 #: the same for W4A8 (MXFP4 weights)
 CANDIDATES_W4A8: dict[int | None, tuple[int, list[Row]]] = {
-    64: (64, [_wide8(64, 1, 2, 6, 4, 0), _ws8(64, 1, 2, 6, 4, 2)]),
-    128: (128, [_wide8(128, 1, 2, 6, 8), _ws8(128, 1, 2, 6)]),
-    256: (256, [_ws8(128, 1, 2, 6), _ws8(256, 1, 2, 3), _wide8(256, 1, 2, 5, 8)]),
-    1024: (1024, [_wide8(256, 1, 2, 5, 8), _ws8(256, 1, 1, 6), _ws8(256, 1, 2, 3)]),
-    None: (4096, [_wide8(256, 1, 2, 5, 8, 0), _ws8(256, 1, 1, 6, pdl=0), _ws8(256, 1, 2, 3)]),
-}
+    1: (1, [_few8(8, 4, 1, 1, u, d, 99, 1, cvt) for u, d in ((4, 1), (2, 2)) for cvt in (0, 1)]),
+    8: (8, [_few8(8, 4, 2, 1, 2, 2, 4), _few8(8, 4, 1, 2, 2, 1, 0), _few8(8, 4, 1, 1, 4, 1, 4)]),
+    16: (16, [_few8(16, 4, 2, 1, 2, 2, 4), _few8(16, 4, 1, 2, 2, 1, 0), _ws8(16, 2, 2, 8, 4, 2, 2, qw=16)]),
+    32: (32, [_few8(32, 4, 2, 1, 2, 2, 4), _few8(32, 4, 2, 2, 2, 1, 4), _ws8(32, 2, 2, 8, 4, 2, 2, qw=16), _ws8(32, 1, 2, 8, 4)]),
+    64: (64, [_ws8(64, 2, 2, 6, 4, 2, 2, qw=16), _ws8(64, 1, 2, 6, 4, 2, 1, qw=16), _ws8(64, 1, 2, 6, 4, qw=16)]),
+    128: (128, [_ws8(128, 1, 2, 6, cut=cut) for cut in (0, 1, 2)]),
+    256: (256, [_ws8(128, 1, 2, 6), _ws8(256, 1, 1, 5, ts=1), _ws8(256, 1, 1, 6, cut=2)]),
+    1024: (1024, [_ws8(256, 1, 1, 4, ts=1), _ws8(256, 1, 1, 5, ts=1), _ws8(256, 1, 1, 5, ts=1, pf=2), _ws8(256, 1, 1, 6)]),
+    None: (4096, [_ws8(256, 1, 1, 5, ts=1, gm=gm, pf=pf) for gm, pf in ((8, 0), (8, 2), (16, 0))]),
+}  # fmt: skip
 #: (lower bound of n, n and k that are timed)
 CLASSES = ((16384, 28672, 8192), (0, 8192, 8192))
 #: what is timed: block of the format, with 0 for W4A8

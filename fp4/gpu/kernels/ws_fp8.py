@@ -161,8 +161,10 @@ def _store_part(
         p0 = part_ptr + gl.where(early, 2 * lo + 1, 2 * lo).to(gl.int64) * (BN * BT)
         rn = gl.arange(0, BN, layout=gl.SliceLayout(1, LP))
         al = gl.load(ws_ptr + rn0 + rn, mask=rn < live_n, other=0.0)[:, None]
-        for c in range(0, BT, 16):
-            rm = c + gl.arange(0, 16, layout=gl.SliceLayout(0, LP))
+        # 32 registers a thread at a time: each round of loads waits for L2 once
+        COLS: gl.constexpr = min(BT, 1024 * NW // BN)
+        for c in range(0, BT, COLS):
+            rm = c + gl.arange(0, COLS, layout=gl.SliceLayout(0, LP))
             o = (rm * BN)[None, :] + rn[:, None]
             t = gl.load(p0 + o, cache_modifier=".cg")
             pj = part_ptr + lo.to(gl.int64) * (2 * BN * BT)
