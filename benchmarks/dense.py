@@ -67,12 +67,12 @@ def host_us(call: Any, x: Any) -> float:
 
 def picked(bound: Any, m: int) -> dict[str, Any]:
     """The row of the table that a bound weight takes for m rows."""
-    if hasattr(bound, "choose"):
-        return dict(bound.choose(m))
-    if not hasattr(bound, "_table"):
-        return {}
-    row = next(r for top, least, r in bound._table if (top is None or m <= top) and bound.n >= least)
-    return {"kernel": "ws" if hasattr(row, "SK") else "wide", **row._asdict()}
+    from fp4.gpu.kernels.dense_fp8 import KERNELS
+
+    row = bound.choose(m) if hasattr(bound, "choose") else {}
+    if isinstance(row, dict):
+        return dict(row)
+    return {"kernel": next(name for name, kind in KERNELS.items() if isinstance(row, kind)), **row._asdict()}
 
 
 def compile_rows(args: argparse.Namespace) -> None:

@@ -187,13 +187,14 @@ launch.build = keep
 none = torch.zeros(4, dtype=torch.int32)
 for on in (False, True):
     d = dense_fp8.Dense8(none, none, torch.full((256,), 120, dtype=torch.uint8), None, 256, 256, True)
-    d._plan(dense_fp8.Wide(64, 1, 2, 6, 4, PDL=on), torch.bfloat16, torch.bfloat16, None)
+    d._plan(dense_fp8.Specialised(64, 1, 2, 6, 4, PDL=on), torch.bfloat16, torch.bfloat16, None)
+d._plan(dense_fp8.Few(16, 1, 2, 1, 4, 1, 2), torch.bfloat16, torch.bfloat16, None)
 print([(k.compiled.metadata.name, k.compiled.metadata.launch_pdl) for k in made])
 for k in made:
     name = k.compiled.metadata.name
     want = "griddepcontrol.launch_dependents" if name == "quantize_x" else "griddepcontrol.wait"
     assert want in k.compiled.asm["ptx"], name
-    if name == "wide_fp8":  # x is read behind the wait, the weights in front of it
+    if name == "small_fp8":  # x is read behind the wait, the weights in front of it
         ptx = k.compiled.asm["ptx"]
         assert ptx.index("ld.global") < ptx.index(want) < ptx.index("cp.async.cg")
 """
@@ -204,8 +205,8 @@ def test_overlap_only_where_the_row_asks_for_it():
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", OVERLAP], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    off, on = [("wide_fp8", False), ("quantize_x", False)], [("wide_fp8", True), ("quantize_x", False)]
-    assert done.stdout.strip() == str(off + on), done.stdout
+    chains = [("ws_fp8", False), ("ws_fp8", True), ("small_fp8", True)]
+    assert done.stdout.strip() == str([k for first in chains for k in (first, ("quantize_x", False))]), done.stdout
 
 
 SMALL = """

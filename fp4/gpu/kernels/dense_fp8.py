@@ -1,6 +1,6 @@
 """W4A8: MXFP4 weights times activations quantised to e4m3 per token.
 
-On Hopper ``small_fp8`` for few rows of x, ``ws_fp8`` and ``wide_fp8`` for more; ``plain_fp8`` on SM89 and other newer GPUs.
+On Hopper ``small_fp8`` for few rows of x, ``ws_fp8`` for more; ``plain_fp8`` on SM89 and other newer GPUs.
 """
 
 from __future__ import annotations
@@ -30,17 +30,6 @@ class Few(NamedTuple):
     CVT: bool = False
 
 
-class Wide(NamedTuple):
-    """Constants of ``wide_fp8``; PDL: it starts while x is quantised."""
-
-    BT: int
-    R: int
-    U: int
-    XS: int
-    NW: int
-    PDL: bool = False
-
-
 class Specialised(NamedTuple):
     """Constants of ``ws_fp8``; PER: blocks a multiprocessor; CUT as in ``ws_m.share``; QW: warps that quantise a row of x."""
 
@@ -67,14 +56,15 @@ ONCE = 256
 COUNTS = 1024
 
 
-Row = Few | Wide | Specialised
+Row = Few | Specialised
+#: by their names in ``table.json``
+KERNELS: dict[str, type[Row]] = {"small": Few, "ws": Specialised}
 
 
 def kernel_of(row: dict[str, Any]) -> Row:
     """What a row of ``table.json`` names."""
     constants = {k: v for k, v in row.items() if k not in ("m_max", "n_min", "kernel")}
-    kernels: dict[str, type[Row]] = {"small": Few, "wide": Wide, "ws": Specialised}
-    return kernels[row["kernel"]](**constants)
+    return KERNELS[row["kernel"]](**constants)
 
 
 @functools.cache
@@ -156,7 +146,7 @@ class Dense8:
             x = x.clone(memory_format=torch.contiguous_format)
         if bias is not None and bias.data_ptr() & 15:
             bias = bias.clone()
-        row = next(r for top, least, r in self._table if (top is None or m <= top) and self.n >= least and self._fits(r))
+        row = self.choose(m)
         key = (row, x.dtype, out_dtype, None if bias is None else bias.dtype)
         plan = self._plans.get(key)
         if plan is None:
@@ -164,14 +154,16 @@ class Dense8:
         plan(x, bias, y, m)
         return y
 
+    def choose(self, m: int) -> Any:
+        """The row of the table for m rows of x."""
+        return next(r for top, least, r in self._table if (top is None or m <= top) and self.n >= least and self._fits(r))
+
     def _fits(self, row: Any) -> bool:
         """small_fp8 has its steps of k one behind the other: no more of them than small_m."""
         return not isinstance(row, Few) or -(-self.kt // (row.WK * row.U)) <= _STEPS
 
     def _plan(self, row: Row, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
-        if isinstance(row, Few):
-            return self._plan_few(row, act, out, bias)
-        return self._plan_wide(row, act, out, bias) if isinstance(row, Wide) else self._plan_ws(row, act, out, bias)
+        return self._plan_few(row, act, out, bias) if isinstance(row, Few) else self._plan_ws(row, act, out, bias)
 
     def _plan_few(self, row: Few, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         from fp4.gpu.kernels.small_fp8 import small_fp8
@@ -202,36 +194,6 @@ class Dense8:
             space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
             x8, scales = quantize(x, space, m, stream)
             kernel(blocks, 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, base, ws, m, n, *tail)
-
-        return run
-
-    def _plan_wide(self, row: Wide, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
-        from fp4.gpu.kernels.wide_fp8 import wide_fp8
-
-        bt, r, u, xs, nw, pdl = row
-        bn = r * nw * 16
-        constants = {
-            "HAS_BIAS": bias is not None, "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": r, "U": u, "XS": xs, "GM": 8,
-            "NW": nw,
-        }  # fmt: skip
-        signature = {
-            "x_ptr": "*fp8e4nv", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
-            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
-            "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32", "KT": "i32",
-        }  # fmt: skip
-        aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
-        kernel = launch.build_ring(wide_fp8, signature, constants, slot=bt * 64 * u, num_warps=nw, aligned=aligned, pdl=pdl)
-        quantize = self.quantizer(act, True)
-        tail = launch.constants_in_order(wide_fp8, constants)
-        w, s, base, ws = (t.data_ptr() for t in (self.codes, self.scale, self.base, self.ws))
-        tiles_n, n, kt, index, device = -(-self.n // bn), self.n, self.kt, self._index, self.device
-
-        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            stream = _raw_stream(index)
-            yp = y.data_ptr()
-            space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
-            x8, scales = quantize(x, space, m, stream)
-            kernel(tiles_n * -(-m // bt), 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, base, ws, m, n, kt, *tail)
 
         return run
 
