@@ -84,7 +84,7 @@ launch.build_ring = keep
 none = torch.zeros(4, dtype=torch.int32)
 ways = ("m_max", "n_min", "block", "CUT", "GM")  # what is no constant of a kernel, or only an order of tiles
 rows = {str({k: v for k, v in r.items() if k not in ways}): r for r in dense.table()["sm90"] if r["kernel"] in ("wide", "ws", "tiles")}
-rows8 = dict.fromkeys(row._replace(PDL=True) for _, _, row in dense_fp8.hopper_table())
+rows8 = dict.fromkeys(row._replace(GM=8, QW=8) for _, _, row in dense_fp8.hopper_table() if isinstance(row, dense_fp8.Specialised))
 shapes = ((16, torch.bfloat16, torch.bfloat16, 8192, 8192), (32, torch.float16, torch.float32, 1000, 2880))
 if sys.argv[2] == "quick":
     rows, rows8, shapes = dict(list(rows.items())[-1:]), list(rows8)[-1:], shapes[:1]
