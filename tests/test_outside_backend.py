@@ -127,3 +127,13 @@ def test_metadata_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         registry.reset()
+
+
+def test_spaces_around_a_name_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP4_DISABLE took them off, FP4_BACKEND did not."""
+    for value, backend in ((" reference ", "reference"), ("  ", "reference")):
+        monkeypatch.setenv("FP4_BACKEND", value)
+        assert fp4.prepare(Q).backend == backend
+    monkeypatch.setenv("FP4_BACKEND", "refer ence")
+    with pytest.raises(fp4.BackendUnavailable, match="did you mean 'reference'"):
+        fp4.prepare(Q)
