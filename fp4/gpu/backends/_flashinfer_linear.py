@@ -119,8 +119,9 @@ def _run(p: Any, backend: str) -> Callable[..., torch.Tensor]:
             backend=backend,
             use_nvfp4=True,
         )
-        y = narrow(y, logical_n).to(out_dtype)
-        return y if bias is None else y + bias.to(out_dtype)
+        y = narrow(y, logical_n)
+        # added in float32: a bias of 257 is 256 in bfloat16, and the sum would be rounded from there
+        return y.to(out_dtype) if bias is None else (y.float() + bias.float()).to(out_dtype)
 
     return matmul
 
