@@ -31,7 +31,7 @@ from fp4.gpu.kernels.small_m import small_m
 more = dict(part_ptr="*fp32", count_ptr="*i32")
 for kind, half, mt, mr, xs in ((16, False, 8, 1, 2), (16, False, 8, 1, 1), (32, True, 16, 16, 0)):
     k = launch.build(small_m, sig | dict(x_ptr="*i32", s_ptr="*i64") | i("M N oc"), dict(K=1056, KIND=kind, ANY=False, HALF=half,
-        HAS_BIAS=True, EVEN_N=False, WK=4, WN=1, R=1, U=4, MT=mt, MR=mr, D=1, XS=xs, LD=0), num_warps=4, target=target)
+        HAS_BIAS=True, EVEN_N=False, WK=4, WN=1, R=1, U=4, MT=mt, MR=mr, D=1, XS=xs), num_warps=4, target=target)
     assert k.shared <= 99 * 1024
 if arch >= 89:
     from fp4.gpu.kernels import dense_fp8, plain_fp8
@@ -227,7 +227,7 @@ for row in rows.values():
     for k in (8192, 131072):
         d = dense.Dense(none, none, None, 272, k, 32, {"low": 116, "high": 123, "any": False, "fp16": True}, "sm90")
         for m in (1, 16):
-            if k == 131072 or m == row["m_max"] or "n_min" not in row:
+            if m <= row["m_max"] and (k == 131072 or m == row["m_max"] or "n_min" not in row):
                 d._plan(m, False, torch.bfloat16, None, row)
 for c, shared in seen:
     x = c["XS"] * c["MR"] * c["WK"] * c["U"] * 128

@@ -64,6 +64,7 @@ def check(y, x, w, bias=None, bound=None):
 
 
 ROUTES = [
+    {"kernel": "small", "WK": 8, "WN": 1, "R": 1, "U": 4, "D": 1, "XS": 99},
     {"kernel": "small", "WK": 4, "WN": 1, "R": 1, "U": 4, "D": 1, "XS": 99},
     {"kernel": "small", "WK": 4, "WN": 2, "R": 1, "U": 2, "D": 2, "XS": 4},
     {"kernel": "small", "WK": 4, "WN": 1, "R": 2, "U": 2, "D": 1, "XS": 0},

@@ -202,16 +202,13 @@ class Dense:
             xs = whole if whole * slot <= _X_BYTES else 4
         constants = {
             "K": self.k, **self._common(half, bias), "EVEN_N": self.n % (16 * r * wn) == 0, "WK": wk, "WN": wn, "R": r, "U": u,
-            "MT": mt, "MR": held, "D": row["D"], "XS": xs, "LD": row.get("LD", 0),
+            "MT": mt, "MR": held, "D": row["D"], "XS": xs,
         }  # fmt: skip
         signature = {
             "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i64" if u >= 4 else "*i32", "alpha_ptr": "*fp32", "bias_ptr": bias_type,
             "y_ptr": _TYPES[out], "M": "i32", "N": "i32", "oc": "i32",
         }  # fmt: skip
-        kernel = launch.build(
-            small_m, signature, constants, num_warps=wk * wn, aligned=self._aligned(N=self.n),
-            maxnreg=launch.registers(wk * wn, row.get("PER", 1)),
-        )  # fmt: skip
+        kernel = launch.build(small_m, signature, constants, num_warps=wk * wn, aligned=self._aligned(N=self.n))
         head = (self.codes.data_ptr(), self.scale.data_ptr(), self._alpha[half].data_ptr())
         tail = launch.constants_in_order(small_m, constants)
         n, oc, gx, index = self.n, self._windows[half].oc, -(-self.n // (16 * r * wn)), self._index

@@ -13,13 +13,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x, hold, reinterpret
 
-_LD = (
-    "{ .reg .b64 q; createpolicy.fractional.L2::evict_first.b64 q, 1.0; ld.global.L1::%s.L2::cache_hint%s.v4.b32 {$0,$1,$2,$3}, [$4], q; }"
-)
-LD1 = gl.constexpr(_LD % ("no_allocate", ""))
-LD2 = gl.constexpr(_LD % ("no_allocate", ".L2::256B"))
-LD3 = gl.constexpr(_LD % ("evict_first", ".L2::256B"))
-
 
 @gluon.jit
 def _load(p, live, MASKED: gl.constexpr):
@@ -27,18 +20,6 @@ def _load(p, live, MASKED: gl.constexpr):
         return gl.load(p, mask=live, other=0, eviction_policy="evict_first")
     else:
         return gl.load(p, eviction_policy="evict_first")
-
-
-@gluon.jit
-def _codes(p, live, MASKED: gl.constexpr, LD: gl.constexpr, WK: gl.constexpr, WN: gl.constexpr, WORDS: gl.constexpr):
-    if LD == 0 or MASKED:
-        return _load(p, live, MASKED)
-    else:
-        ASM: gl.constexpr = LD1 if LD == 1 else (LD2 if LD == 2 else LD3)
-        a, b, c, d = gl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,l", [p.to(gl.int64)], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-        return gl.join(gl.join(a, c), gl.join(b, d)).reshape([WK, WN, WORDS])
 
 
 @gluon.jit
@@ -53,7 +34,7 @@ def small_m(
     x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, M, N, oc,
     K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_N: gl.constexpr,
     WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, MT: gl.constexpr, MR: gl.constexpr,
-    D: gl.constexpr, XS: gl.constexpr, LD: gl.constexpr,
+    D: gl.constexpr, XS: gl.constexpr,
 ):  # fmt: skip
     """x_ptr: i32 words of x [M, K/2]; MR: rows of x held in shared memory (1, or MT); grid (ceil(N / (16 R WN)),).
 
@@ -62,10 +43,9 @@ def small_m(
     WK * WN
     EVEN_K: gl.constexpr = K % (64 * WK * U) == 0
     MASKED: gl.constexpr = not (EVEN_K and EVEN_N)
-    E: gl.constexpr = 4 if LD and not MASKED else 1  # words at an address
     P: gl.constexpr = 2 if U >= 4 else 1  # words of scales that a lane loads at a time
     LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2 // P], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
-    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4 // E], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
+    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LXC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4 // U if U <= 4 else 1, 8 * U if U <= 4 else 32], [WK, WN, 1], [2, 1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [WK, WN, 1, 1], [3, 2, 1, 0])
     LX3: gl.constexpr = gl.SliceLayout(1, LX)
@@ -84,7 +64,7 @@ def small_m(
     NT = (N + 15) // 16
     wk = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LA)))[:, None, None]
     wn = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LA)))[None, :, None]
-    xa = gl.arange(0, R * U * 128 // E, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :] * E
+    xa = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :]
     ra = (xa // (U * 128)) * WN + wn
     ka = wk * U + (xa % (U * 128)) // 128
     ap = w_ptr + rt0.to(gl.int64) * (KT * 128) + (ra * (KT * 128) + wk * (U * 128) + xa % (U * 128))
@@ -123,7 +103,7 @@ def small_m(
         kx = gl.arange(0, U * 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LXC)))[None, None, :]
         kx = w3 * (U * 32) + kx
         xp = x_ptr + (gl.where(mx < M, mx, 0) * (K // 2) + kx)
-    a0 = _codes(ap, live_a & (ka < KT), MASKED, LD, WK, WN, R * U * 128)
+    a0 = _load(ap, live_a & (ka < KT), MASKED)
     s0 = _load(sp, live_s & (bs < KB), MASKED)
     a1 = a0
     s1 = s0
@@ -144,12 +124,12 @@ def small_m(
             cp_async(sx.index(i), xp + i * (ST * 32), mask=(i * (ST * 32) + kx < K // 2) & (mx >= 0))
         cp_commit()
     if D > 1 and n > 1:
-        a1 = _codes(ap + ST * 128, live_a & (ST + ka < KT), MASKED, LD, WK, WN, R * U * 128)
+        a1 = _load(ap + ST * 128, live_a & (ST + ka < KT), MASKED)
         s1 = _load(sp + (ST * L) // 4, live_s & (ST // 4 + bs < KB), MASKED)
     acc = gl.zeros([WK, NR, MT], gl.float32, MMA)
     for i in gl.static_range(n):
         if i + D < n:
-            a3 = _codes(ap + (i + D) * (ST * 128), live_a & ((i + D) * ST + ka < KT), MASKED, LD, WK, WN, R * U * 128)
+            a3 = _load(ap + (i + D) * (ST * 128), live_a & ((i + D) * ST + ka < KT), MASKED)
             s3 = _load(sp + (i + D) * ((ST * L) // 4), live_s & ((i + D) * ST // 4 + bs < KB), MASKED)
         if XS == 0:
             x = x0

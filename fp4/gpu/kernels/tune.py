@@ -57,7 +57,7 @@ DEQUANTIZE: Row = {"kernel": "dequantize"}
 _LARGE = [_ws(256, 1, 2, 1, 6, cut=cut) for cut in (1, 2)] + [_ws(256, 1, 4, 2, 3, cut=cut) for cut in (1, 2)]
 #: upper bound of a class of m (None: no bound) -> (m that is timed, candidates)
 CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
-    1: (1, [_small(4, 1, 1, 4, 1, 99), _small(4, 1, 1, 2, 2, 99)]),
+    1: (1, [_small(8, 1, 1, 4, 1, 99), _small(4, 1, 1, 4, 1, 99), _small(4, 1, 1, 2, 2, 99)]),
     8: (8, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0), _small(4, 1, 1, 4, 1, 4)]),
     16: (16, [_small(4, 2, 1, 2, 2, 4), _small(4, 1, 2, 2, 1, 0)]),
     32: (32, [_small(4, 1, 2, 2, 1, 0), *(_wide(32, r, 4, 6, 4, sp, pdl=1) for r in (1, 2) for sp in (1, 2))]),
