@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,55 @@ def test_default_dtype_is_not_in_the_numbers(default: torch.dtype) -> None:
         assert torch.equal(fp4.matmul(X, KEPT), PLAIN["matmul"])
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("setting", [torch.bfloat16, torch.float64, "meta"], ids=str)
+def test_constants_of_the_kernels_are_float32_of_the_host(setting: torch.dtype | str) -> None:
+    """1 / 5.3 of a recipe of one's own: 5.3 is no bfloat16 number, and on the meta device it is no number at all."""
+    from fp4.ref import triton_quantize
+
+    how, limit = recipes.Recipe(elem_max=5.3), fp4.SwiGLU().limit
+
+    def numbers() -> list[Any]:
+        triton_quantize._constants.cache_clear()
+        triton_quantize._exact.cache_clear()
+        made = triton_quantize._constants(fp4.NVFP4, how, torch.bfloat16)
+        return [made["RCP_TARGET"], made["TARGET"], triton_quantize._exact(limit, torch.bfloat16)]
+
+    want = numbers()
+    assert want[0] == float(torch.tensor(5.3, dtype=torch.float32).reciprocal())
+    dtype = setting if isinstance(setting, torch.dtype) else torch.float32
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cpu" if isinstance(setting, torch.dtype) else setting):
+            assert numbers() == want
+    finally:
+        torch.set_default_dtype(torch.float32)
+        triton_quantize._constants.cache_clear()
+        triton_quantize._exact.cache_clear()
+
+
+#: constructors of torch whose result has the process's default device, and dtype where none is given
+_MADE = {"tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "rand", "randn", "randint", "randperm"}
+
+
+def test_kernels_name_the_device_of_what_they_make() -> None:
+    """Every torch constructor beside the kernels names its device, and its dtype unless it counts (arange): a default is the process's."""
+    root = Path(fp4.__file__).parent
+    files = [*(root / "ref").glob("triton_*.py"), *(root / "gpu" / "kernels").glob("*.py")]
+    calls, wrong = 0, []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MADE):
+                continue
+            if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+                continue
+            calls += 1
+            given = {k.arg for k in node.keywords}
+            if "device" not in given or not ("dtype" in given or node.func.attr == "arange"):
+                wrong.append(f"{file.name}:{node.lineno} torch.{node.func.attr}")
+    assert calls > 30
+    assert not wrong
 
 
 def test_default_device_is_not_where_a_checkpoint_goes() -> None:

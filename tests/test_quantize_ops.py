@@ -81,6 +81,19 @@ def test_stored_scales_by_programs_of_the_device(fmt: Format, layout: str, dtype
     assert_same_bytes(scale, order.apply(plain))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fmt", [fp4.NVFP4, fp4.MXFP4, fp4.NVFP4_B32, fp4.AMDFP4], ids=str)
+def test_plain_scales_by_programs_of_the_device(fmt: Format, dtype: torch.dtype) -> None:
+    """As many blocks a program as on a GPU, in rows and experts that end inside a program, and a last program that is not full."""
+    x = randn(3, 61, 5 * fmt.block, seed=7).to(dtype)
+    g, gs = ref.resolve_global_scale(x, fmt, Recipe(), None, None, False)
+    codes, plain = ref.quantize_blocks(x, fmt, Recipe(), g, gs)
+    on = [None if t is None else t.to(DEVICE) for t in (g, gs)]
+    got, scale = golden.quantize_blocks(x.to(DEVICE), fmt, Recipe(), *on, tile=golden.PAIR_BLOCKS[0] * fmt.block)
+    assert_same_bytes(got, codes)
+    assert_same_bytes(scale, plain)
+
+
 def test_kernels_refuse_operands_of_another_device() -> None:
     """A host pointer in a launch is an opaque error of Triton (the first run on a GPU had one); the wrappers say which operand it is."""
     x, there = randn(4, 64).to(DEVICE), torch.ones((), device="meta")

@@ -172,7 +172,11 @@ def _launch(
     n, k = q.codes.shape[-2], q.k
     experts = q.codes.shape[0] if q.codes.ndim == 3 else 1
     device = x.device
-    g = torch.ones(experts, device=device) if q.global_scale is None else q.global_scale.reshape(-1).expand(experts).contiguous()
+    g = (
+        torch.ones(experts, dtype=torch.float32, device=device)
+        if q.global_scale is None
+        else q.global_scale.reshape(-1).expand(experts).contiguous()
+    )
     m = x.shape[0]
     bm, bn, bb = blocks or (16 if m <= 16 else 64, 64, 32)
     if groups is not None:

@@ -32,9 +32,9 @@ __all__ = ["dequantize_blocks", "quantize_blocks"]
 TILE, TILE_INTERPRETED = 4096, 1 << 17
 #: the same of dequantising, two 16-byte stores a thread: 0 to 2% faster than 4096 for every format (benchmarks/notes/quantize.md)
 DEQUANTIZE_TILE = 2048
-#: (blocks of bf16 pairs, warps) a program, as measured: e2m1 has two blocks a thread and a warp for itself in the order of rows, 128
-#: blocks, so 128 bytes of scales, in the order of stored scales; a thread that holds more (e4m3 codes, activations) has one block
-PAIR_BLOCKS, PAIR_BLOCKS_STORED, PAIR_BLOCKS_HEAVY = (64, 1), (128, 2), (128, 4)
+#: (blocks of 16-bit pairs, warps) a program, as measured: 128 blocks, so 128 bytes of scales, and one block a thread; two blocks a thread
+#: for e2m1 in the order of stored scales
+PAIR_BLOCKS, PAIR_BLOCKS_STORED = (128, 4), (128, 2)
 #: registers of a thread behind SwiGLU at most. Left alone the assembler takes 30 to 38, puts the second half of a thread's loads behind the
 #: first half's use, and a thread goes to memory three times in a row; with 40 all its loads leave first (benchmarks/notes/quantize.md)
 ACT_REGISTERS: int | None = 40
@@ -134,10 +134,8 @@ def quantize_blocks(
     blocks_program, warps = TILE // fmt.block, 4
     # a block of 32 behind an activation is on two threads: all loads of a thread then leave before it waits for the first
     split = 2 if pairs and act >= 0 and fmt.block == 32 else 1
-    if pairs and act < 0 and fmt.codes_per_byte == 2:
-        blocks_program, warps = PAIR_BLOCKS_STORED if stored else PAIR_BLOCKS
-    elif pairs:
-        blocks_program, warps = PAIR_BLOCKS_HEAVY
+    if pairs:
+        blocks_program, warps = PAIR_BLOCKS_STORED if stored and act < 0 and fmt.codes_per_byte == 2 else PAIR_BLOCKS
     size = tile or (TILE_INTERPRETED if interpreted() else blocks_program // split * fmt.block)
     n = min(size // fmt.block, triton.next_power_of_2(blocks))
     overlap = chained and overlaps(x.device) and rows.data_ptr() == x.data_ptr()  # not beside a copy of x
@@ -168,7 +166,7 @@ HARDWARE_E4M3 = True
 @lru_cache(maxsize=64)
 def _exact(value: float, dtype: torch.dtype) -> bool:
     """Whether a number, as float32, is one of ``dtype``."""
-    wide = torch.tensor(value, dtype=torch.float32)
+    wide = torch.tensor(value, dtype=torch.float32, device="cpu")
     return bool(wide.to(dtype).to(torch.float32) == wide)
 
 
@@ -201,7 +199,7 @@ def _constants(fmt: Format, recipe: Recipe, dtype: torch.dtype) -> dict[str, Any
         "SCALE_ORDER": recipe.code("scale_order"),
         "ENCODE_ORDER": recipe.code("encode_order"),
         "TARGET": recipe.elem_max,
-        "RCP_TARGET": float(reciprocal(torch.tensor(recipe.elem_max), recipe)),
+        "RCP_TARGET": float(reciprocal(torch.tensor(recipe.elem_max, dtype=torch.float32, device="cpu"), recipe)),
         "SCALE_FLOOR": recipe.scale_floor,
         "ZERO_BYTE": recipe.zero_byte,
         "UNDERFLOW_BYTE": recipe.underflow_byte,

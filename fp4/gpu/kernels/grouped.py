@@ -104,7 +104,7 @@ class Grouped:
 
 def _alpha(scale: torch.Tensor | None, factor: float, experts: int, device: torch.device) -> torch.Tensor:
     """f32 [] | [experts] | [experts, 2] -> f32 [experts, 2] times a power of two."""
-    g = torch.ones((), device=device) if scale is None else scale.to(device=device, dtype=torch.float32)
+    g = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale.to(device=device, dtype=torch.float32)
     if g.ndim < 2:
         g = g.reshape(-1, 1)
     return (g.expand(experts, 2) * factor).contiguous()

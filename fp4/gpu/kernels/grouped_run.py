@@ -280,5 +280,5 @@ def warmup(g: Grouped, m_max: int, topk: int, dtype: torch.dtype = torch.bfloat1
         x = torch.zeros(t, g.hidden, dtype=dtype, device=device)
         ids = torch.arange(t * topk, device=device, dtype=torch.int32).reshape(t, topk) % g.experts + g.first
         for wide in (ids, ids.long()):
-            run(x, g, wide, torch.ones(t, topk, device=device))
+            run(x, g, wide, torch.ones(t, topk, dtype=torch.float32, device=device))
     torch.cuda.synchronize(device)

@@ -91,7 +91,7 @@ def checkpoint(n: int, k: int, block: int, seed: int = 7) -> tuple[torch.Tensor,
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda", generator=g)
     low, high = (0x30, 0x78) if block == 16 else (116, 124)
     scale = torch.randint(low, high, (n, k // block), dtype=torch.uint8, device="cuda", generator=g)
-    return codes, scale, torch.tensor(2.0**-13, device="cuda") if block == 16 else None
+    return codes, scale, torch.tensor(2.0**-13, dtype=torch.float32, device="cuda") if block == 16 else None
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor, second: torch.Tensor | None, block: int) -> torch.Tensor:
@@ -176,13 +176,13 @@ def compile_share(work: list[Job], arch: int) -> None:
     from triton.backends.compiler import GPUTarget
 
     launch.compile_only(GPUTarget("cuda", arch, 32))
-    none = torch.zeros(4, dtype=torch.int32)
+    none = torch.zeros(4, dtype=torch.int32, device="cpu")
     for n, k, m, row, kind in work:
         if kind:
             about = {"low": 116, "high": 123, "any": False, "fp16": True}
             dense.Dense(none, none, None, n, k, kind, about, "sm90")._plan(m, False, torch.bfloat16, None, row)
         else:
-            d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8), None, n, k, True)
+            d = dense_fp8.Dense8(none, none, torch.full((n,), 120, dtype=torch.uint8, device="cpu"), None, n, k, True)
             d._plan(dense_fp8.kernel_of(row), torch.bfloat16, torch.bfloat16, None)
 
 
@@ -213,7 +213,7 @@ def best(kind: int, say: Callable[[str], Any] = print) -> dict[tuple[int | None,
     block = kind or 32
     for n_min, n, k in CLASSES:
         codes, scale, second = checkpoint(n, k, block)
-        pick = torch.cat([torch.arange(128), torch.arange(n - 128, n)]).cuda()
+        pick = torch.cat([torch.arange(128, device="cuda"), torch.arange(n - 128, n, device="cuda")])
         w = values(codes[pick], scale[pick], second, block)
         d = bind(codes, scale, second, block) if kind else bind_w4a8(codes, scale)
         for m_max, (m, rows) in (CANDIDATES if kind else CANDIDATES_W4A8).items():
