@@ -25,6 +25,7 @@ EXTRA = {
     "one slot a round": ("ws", 128, 2, 2, 2, 6, 8),
     "tiles": ("tiles", 256, 1, 2, 0, 5, 8),
     "tiles with helpers": ("tiles", 256, 1, 2, 1, 5, 8),
+    "tiles, half with helpers": ("tiles", 256, 1, 2, 2, 5, 8),
 }
 
 
@@ -139,20 +140,21 @@ def run_tiles(name, ttgir, m, n, kt, blocks, helpers, seed=0):
     tiles_n = -(-n // bn)
     tiles, seen, chunks = tiles_m * tiles_n, [], -(-kt // 32)
     blocks, counted, awaited = min(blocks, tiles), Counter(), set()
+    front, ready = (group, 1) if ROWS[name][4] == 1 else (max(1, -(-tiles_m // group) // 2) * group, chunks)
     for pid in range(helpers + blocks):
         mine = [place(i, tiles_m, tiles_n, group) for i in range(pid - helpers, tiles, blocks)] if pid >= helpers else []
         seen += mine
         boxes = [(pm * bt, k * 64) for pm, _ in mine for k in range(nk * 4)]
         sizes = {
-            "M": m, "N": n, "KT": kt, "words": kt * 32, "oc": 0, "pid": pid, "blocks": helpers + blocks, "helpers": helpers, "front": group,
-            "ready": 1, "flag_ptr": 0,
+            "M": m, "N": n, "KT": kt, "words": kt * 32, "oc": 0, "pid": pid, "blocks": helpers + blocks, "helpers": helpers, "front": front,
+            "ready": ready, "flag_ptr": 0,
         }  # fmt: skip
         machine = simulate(ttgir, sizes, boxes, nw // 4, seed + pid, [(pm * bt, pn * bn) for pm, pn in mine])
         counted.update(machine.counted)
         awaited.update(machine.awaited)
     assert sorted(seen) == [(pm, pn) for pm in range(tiles_m) for pn in range(tiles_n)]
     if helpers:  # each chunk of x that permute_x has not done is waited for, and is brought into order whole
-        late = {pm * chunks + c for pm in range(tiles_m) for c in range(chunks) if pm >= group or c >= 1}
+        late = {pm * chunks + c for pm in range(tiles_m) for c in range(chunks) if pm >= front or c >= ready}
         assert {at for at, least in awaited if least > 0} == late == {at for at in counted if at < tiles_m * chunks}
         assert {least for _, least in awaited} <= {0, bt // 16}
         assert all(counted[at] == bt // 16 for at in late)

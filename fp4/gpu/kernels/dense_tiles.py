@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 _RATE = 20_000
 
 
-def shares(tiles_m: int, tiles_n: int, chunks: int, room: int, group: int, help_x: bool) -> tuple[int, int, int]:
-    """(multiplying blocks, helpers, chunks of the first group of tiles of rows of x that ``permute_x`` brings into order in front).
+def shares(tiles_m: int, tiles_n: int, chunks: int, room: int, group: int, help_x: int) -> tuple[int, int, int, int]:
+    """(multiplying blocks, helpers, tiles of rows of x that ``permute_x`` brings into order in front, chunks of them that it does).
+
+    help_x: 0 without help; 1 helpers for all of x but what is needed at once; h > 1 helpers for the last 1 / h of the groups of tiles.
 
     The multiplying blocks are the fewest that need no more waves than ``room`` blocks would. The others help if they keep up: a block
     comes to the next chunk of x after CHUNK steps, and to the next group after all tiles of W of this one.
@@ -28,10 +30,15 @@ def shares(tiles_m: int, tiles_n: int, chunks: int, room: int, group: int, help_
     helpers = room - blocks
     chunk = group * 256 * CHUNK * 128  # bytes
     waves = max(1.0, group * tiles_n / blocks)  # tiles of a group one after the other in one block
-    if not help_x or helpers * _RATE * waves * CHUNK < chunk:
-        return blocks, 0, chunks
+    groups = -(-tiles_m // group)
+    front = groups - groups // help_x if help_x else groups
+    # while the front groups are multiplied, the helpers gain on the others; with none, they must keep up from the start
+    if not help_x or front == groups or helpers * _RATE * waves * CHUNK * groups < chunk * (groups - front):
+        return blocks, 0, tiles_m, chunks
+    if front:
+        return blocks, helpers, front * group, chunks
     late = 1 - min(1.0, helpers * _RATE * CHUNK / chunk)  # of the first group, what they could not bring in time
-    return blocks, helpers, max(1, -(-int(1000 * late * chunks) // 1000))
+    return blocks, helpers, group, max(1, -(-int(1000 * late * chunks) // 1000))
 
 
 def plan(d: Dense, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
@@ -43,8 +50,7 @@ def plan(d: Dense, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bi
     tiles_m, tiles_n = -(-m // bt), -(-d.n // bn)
     chunks = -(-d.kt // CHUNK)
     nat = bool(row.get("NAT", 0))
-    blocks, helpers, ready = shares(tiles_m, tiles_n, chunks, launch.processors(d.device), group, bool(row["HELP"]) and not nat)
-    front = group if helpers else tiles_m
+    blocks, helpers, front, ready = shares(tiles_m, tiles_n, chunks, launch.processors(d.device), group, 0 if nat else row["HELP"])
     constants = {
         **d._common(half, bias), "EVEN": d.n % bn == 0 and d.kt % 4 == 0, "HELP": helpers > 0, "BT": bt, "R": r, "XS": row["XS"],
         "GM": group, "NAT": nat, "NW": nw,

@@ -50,29 +50,42 @@ def _await(flag_ptr, target):
 
 
 @gluon.jit
+def _item(item, chunks, BT: gl.constexpr, GM: gl.constexpr):
+    """(first row, chunk of the columns) of an item: groups of GM tiles of rows, in one chunk after chunk, in a chunk tile after tile."""
+    PART: gl.constexpr = GM * (BT // _ROWS)
+    part = item // PART
+    group = part // chunks
+    return (group * PART + item - part * PART) * _ROWS, part - group * chunks
+
+
+@gluon.jit
+def _in_order(x_ptr, item, M, words, chunks, BT: gl.constexpr, GM: gl.constexpr, LO: gl.constexpr):
+    """The words of an item in the fragments' order; zeros outside x. 16 bytes a load; the words change lanes through shared memory."""
+    row0, chunk = _item(item, chunks, BT, GM)
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LO))[:, None]
+    w = chunk * _WORDS + gl.arange(0, _WORDS, layout=gl.SliceLayout(0, LO))[None, :]
+    v = gl.load(x_ptr + row0.to(gl.int64) * words + (row * words + w), mask=(row < M - row0) & (w < words), other=0)
+    v = v.reshape([_ROWS, _WORDS // 32, 4, 8]).permute([0, 1, 3, 2]).reshape([_ROWS, _WORDS])
+    return gl.convert_layout(v, LO)
+
+
+@gluon.jit
 def _order_x(
     x_ptr, o_ptr, flag_ptr, item0, items, step, M, words, KT, chunks, BT: gl.constexpr, GM: gl.constexpr, NW: gl.constexpr
 ):  # fmt: skip
     """What ``permute_x`` does, in the order in which it is needed: items item0, item0 + step, ... of HELP_ROWS rows and HELP_WORDS words.
 
-    Groups of GM tiles of rows; in a group chunk after chunk of the columns; in a chunk tile after tile.
+    The next item is read while this one is written.
     """
     LO: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
-    IN: gl.constexpr = BT // _ROWS
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LO))[:, None]
+    word = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, LO))[None, :]
+    v = _in_order(x_ptr, item0, M, words, chunks, BT, GM, LO)
     for item in range(item0, items, step):
-        part = item // (GM * IN)
-        group = part // chunks
-        chunk = part - group * chunks
-        row0 = (group * (GM * IN) + item - part * (GM * IN)) * _ROWS
-        row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LO))[:, None]
-        o = chunk * _WORDS + gl.arange(0, _WORDS, layout=gl.SliceLayout(0, LO))[None, :]
-        # word (s, h, t) of a tile of 32 comes from (t, s, h)
-        w = o // 32 * 32 + o % 4 * 8 + o % 32 // 4
-        live = row < M - row0
-        xp = x_ptr + row0.to(gl.int64) * words
-        op = o_ptr + row0.to(gl.int64) * (KT * 32)
-        v = gl.load(xp + (row * words + w), mask=live & (w < words), other=0)
-        gl.store(op + (row * (KT * 32) + o), v, mask=live & (o < KT * 32))
+        row0, chunk = _item(item, chunks, BT, GM)
+        o = chunk * _WORDS + word
+        gl.store(o_ptr + row0.to(gl.int64) * (KT * 32) + (row * (KT * 32) + o), v, mask=(row < M - row0) & (o < KT * 32))
+        v = _in_order(x_ptr, item + step, M, words, chunks, BT, GM, LO)  # behind the last item: rows that do not exist
         gl_wait(True)  # the counters are zeroed by permute_x
         # the TMA unit of another multiprocessor reads this: a fence here and one behind its wait
         gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0,0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -250,8 +263,8 @@ def ws_tiles(
     [M, N], boxes [BT, R * NW * 16].
 
     Grid (helpers + G,), G <= tiles. HELP: the helpers bring x (x_ptr, words a row) into order at o_ptr, the memory of xd, all but the first
-    ``ready`` chunks of CHUNK tiles of the first ``front`` = GM tiles of rows; they count in flag_ptr, zeroed i32 [tiles of rows, rounded up
-    to GM, times chunks of a row].
+    ``ready`` chunks of CHUNK tiles of the first ``front`` tiles of rows (GM, or more groups of GM with all their chunks); they count in
+    flag_ptr, zeroed i32 [tiles of rows, rounded up to GM, times chunks of a row].
     EVEN: N % (R NW 16) == 0 and KT % 4 == 0. y has 16 bits a number and N % 8 == 0.
     """
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
@@ -268,8 +281,10 @@ def ws_tiles(
     if HELP:
         part: gl.constexpr = GM * (BT // _ROWS)
         items = (tiles_m + GM - 1) // GM * chunks * part
-        first = gl.where(pid < helpers, ready * part + pid, items)
-        _order_x(x_ptr, o_ptr, flag_ptr, first, items, helpers, M, words, KT, chunks, BT, GM, NW)
+        # no other block may write here by threads what the TMA unit writes: the words change lanes through the ring's memory
+        if pid < helpers:
+            first = front // GM * ready * part + pid
+            _order_x(x_ptr, o_ptr, flag_ptr, first, items, helpers, M, words, KT, chunks, BT, GM, NW)
     sx = gl.allocate_shared_memory(DT, [XS, BT, 64], SX)
     sy = gl.allocate_shared_memory(yd.dtype, [BT, BN], SX)
     full = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
