@@ -140,7 +140,8 @@ def run_tiles(name, ttgir, m, n, kt, blocks, helpers, seed=0):
     tiles_n = -(-n // bn)
     tiles, seen, chunks = tiles_m * tiles_n, [], -(-kt // 32)
     blocks, counted, awaited = min(blocks, tiles), Counter(), set()
-    front, ready = (group, 1) if ROWS[name][4] == 1 else (max(1, -(-tiles_m // group) // 2) * group, chunks)
+    groups = -(-tiles_m // group)
+    front, ready = (group, 1) if ROWS[name][4] == 1 else ((groups - groups // 2) * group, chunks)
     for pid in range(helpers + blocks):
         mine = [place(i, tiles_m, tiles_n, group) for i in range(pid - helpers, tiles, blocks)] if pid >= helpers else []
         seen += mine

@@ -86,6 +86,7 @@ SPECIALISED = [
     {"kernel": "ws", "BT": 64, "R": 1, "U": 4, "SK": 2, "XS": 6, "NW": 4, "CUT": 1, "PER": 2, "PDL": 1},
     {"kernel": "tiles", "BT": 256, "R": 1, "XS": 5, "NW": 8, "GM": 2, "HELP": 0, "PDL": 1},
     {"kernel": "tiles", "BT": 256, "R": 1, "XS": 5, "NW": 8, "GM": 1, "HELP": 1, "PDL": 1},
+    {"kernel": "tiles", "BT": 256, "R": 1, "XS": 5, "NW": 8, "GM": 1, "HELP": 2, "PDL": 1},
     {"kernel": "ws8", "BT": 128, "R": 1, "SK": 1, "XS": 6, "NW": 8, "PDL": 1},
 ]
 SHAPES = [(512, 1024), (48, 16), (100, 32), (257, 2880), (1000, 1056), (272, 8192)]
