@@ -17,7 +17,8 @@ from fp4.gpu.kernels.dense import table
 
 pytestmark = pytest.mark.kernel
 
-#: name -> (kernel, BT, R, U, SK, XS, NW) of what no table picks: one slot a round; of tiles, with GM and HELP in place of U and SK;
+#: name -> (kernel, BT, R, U, SK, XS, NW) of what no table picks: one slot a round; of tiles, with GM and HELP in place of U and SK,
+#: NAT behind;
 #: of e4m3 (ws8), with CUT, GM and TS behind
 EXTRA = {
     "e4m3, cut": ("ws8", 64, 2, 2, 2, 2, 4, 1, 2, 0),
@@ -39,7 +40,7 @@ def table_rows():
                 one += (int(r.get("CUT", 0)), r.get("GM", 8), int(r.get("TS", 0))) if fp8 else ()
                 rows["-".join(map(str, one))] = one
             if r["kernel"] == "tiles":
-                one = ("tiles", r["BT"], r["R"], r["GM"], r["HELP"], r["XS"], r["NW"])
+                one = ("tiles", r["BT"], r["R"], r["GM"], r["HELP"], r["XS"], r["NW"], r.get("NAT", 0))
                 rows["-".join(map(str, one))] = one
     for kernel in ("ws", "ws8"):  # the ring of the most bytes
         name = max((n for n in rows if rows[n][0] == kernel), key=lambda n: rows[n][1] * rows[n][4] * rows[n][5])
@@ -71,7 +72,7 @@ for name, (kernel, bt, r, u, sk, xs, nw, *way) in json.loads(sys.argv[1]).items(
         d = dense.Dense(none, none, None, 1000, 1056, 16, about, "sm90")
         launch.processors = lambda device: 132 if sk else 1
         dense_tiles._RATE = 1 << 30
-        d._plan(4000, False, to, None, dict(kernel="tiles", BT=bt, R=r, GM=u, HELP=sk, XS=xs, NW=nw, PDL=1))
+        d._plan(4000, False, to, None, dict(kernel="tiles", BT=bt, R=r, GM=u, HELP=sk, XS=xs, NW=nw, PDL=1, NAT=way[0] if way else 0))
     else:
         d = dense.Dense(none, none, None, 1000, 1056, 16, about, "sm90")
         row = dict(kernel="ws", BT=bt, R=r, U=u, SK=sk, XS=xs, NW=nw, CUT=1, PER=1)
@@ -103,6 +104,7 @@ def test_a_wider_output_gets_a_shorter_ring(kernels):
 def run(name, ttgir, m, n, kt, blocks, whole=False, seed=0):
     """All blocks of a product of m rows of x, n rows of W and kt tiles of 64 columns; whole: runs of whole tiles."""
     kernel, bt, r, u, _, _, nw, *way = ROWS[name]
+    way = way if kernel == "ws8" else []
     columns, tiles = (128, 2 * u) if kernel == "ws8" else (64, u)
     nk, tiles_m, tiles_n = -(-kt // tiles), -(-m // bt), -(-n // (r * nw * 16))
     unit = nk if whole or (way and not way[0]) else 1

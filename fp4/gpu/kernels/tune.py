@@ -36,8 +36,8 @@ def _ws(bt: int, r: int, u: int, sk: int, xs: int, nw: int = 8, cut: int = 0, pe
     return {"kernel": "ws", "BT": bt, "R": r, "U": u, "SK": sk, "XS": xs, "NW": nw, "CUT": cut, "PER": per, "PDL": pdl}
 
 
-def _tiles(gm: int, help_x: int = 1, bt: int = 256, xs: int = 5) -> Row:
-    return {"kernel": "tiles", "BT": bt, "R": 1, "XS": xs, "NW": 8, "GM": gm, "HELP": help_x, "PDL": 1}
+def _tiles(gm: int, help_x: int = 0, bt: int = 256, xs: int = 5, nat: int = 0) -> Row:
+    return {"kernel": "tiles", "BT": bt, "R": 1, "XS": xs, "NW": 8, "GM": gm, "HELP": help_x, "PDL": 1, "NAT": nat}
 
 
 def _few8(mt: int, wk: int, wn: int, r: int, u: int, d: int, xs: int, one: int = 0, cvt: int = 1) -> Row:
@@ -63,17 +63,17 @@ CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
     32: (32, [_small(4, 1, 2, 2, 1, 0), *(_wide(32, r, 4, 6, 4, sp, pdl=1) for r in (1, 2) for sp in (1, 2))]),
     64: (64, [*(_ws(64, 2, 4, 2, 6, 4, cut, 2) for cut in (1, 2)), _wide(64, 1, 4, 4, 4, 3, pdl=1), _wide(64, 2, 2, 6, 4, pdl=1)]),
     128: (128, [_ws(128, 1, 4, 2, 6, cut=2), _ws(128, 2, 2, 2, 6, cut=1), _wide(128, 1, 2, 6, 8, 2, pdl=1), _wide(128, 2, 2, 6, 8, pdl=1)]),
-    256: (256, [_ws(128, 1, 4, 2, 6, cut=2), *_LARGE]),
-    1024: (1024, [*_LARGE, _tiles(2), _tiles(4), DEQUANTIZE]),
-    None: (4096, [*_LARGE[1::2], _tiles(2), _tiles(4), DEQUANTIZE]),
+    256: (256, [_ws(128, 1, 4, 2, 6, cut=2), _tiles(2, bt=128, xs=8), _tiles(1), _tiles(1, nat=1), *_LARGE]),
+    1024: (1024, [*_LARGE, _tiles(2), _tiles(4), _tiles(4, nat=1), DEQUANTIZE]),
+    None: (4096, [*_LARGE[1::2], _tiles(4), _tiles(4, nat=1), _tiles(8, nat=1), DEQUANTIZE]),
 }  # fmt: skip
 #: the same for W4A8 (MXFP4 weights)
 CANDIDATES_W4A8: dict[int | None, tuple[int, list[Row]]] = {
-    1: (1, [_few8(8, 4, 1, 1, u, d, 99, 1, cvt) for u, d in ((4, 1), (2, 2)) for cvt in (0, 1)]),
+    1: (1, [_few8(8, 4, 1, 1, 4, 1, 99, 1), _few8(8, 4, 1, 1, 4, 1, 0), _few8(8, 4, 1, 1, 2, 2, 99, 1)]),
     8: (8, [_few8(8, 4, 2, 1, 2, 2, 4), _few8(8, 4, 1, 2, 2, 1, 0), _few8(8, 4, 1, 1, 4, 1, 4)]),
     16: (16, [_few8(16, 4, 2, 1, 2, 2, 4), _few8(16, 4, 1, 2, 2, 1, 0), _ws8(16, 2, 2, 8, 4, 2, 2, qw=16)]),
-    32: (32, [_few8(32, 4, 2, 1, 2, 2, 4), _few8(32, 4, 2, 2, 2, 1, 4), _ws8(32, 2, 2, 8, 4, 2, 2, qw=16), _ws8(32, 1, 2, 8, 4)]),
-    64: (64, [_ws8(64, 2, 2, 6, 4, 2, 2, qw=16), _ws8(64, 1, 2, 6, 4, 2, 1, qw=16), _ws8(64, 1, 2, 6, 4, qw=16)]),
+    32: (32, [_few8(32, 4, 2, 1, 2, 2, 4), _ws8(32, 2, 2, 8, 4, 2, 2, qw=16), _ws8(32, 1, 2, 6, 4, 3, 1, qw=16)]),
+    64: (64, [_ws8(64, 1, 2, 6, 4, 3, 1, qw=16), _ws8(64, 1, 2, 6, 4, 2, 1, qw=16), _ws8(64, 1, 2, 6, 4, qw=16)]),
     128: (128, [_ws8(128, 1, 2, 6, cut=cut) for cut in (0, 1, 2)]),
     256: (256, [_ws8(128, 1, 2, 6), _ws8(256, 1, 1, 5, ts=1), _ws8(256, 1, 1, 6, cut=2)]),
     1024: (1024, [_ws8(256, 1, 1, 4, ts=1), _ws8(256, 1, 1, 5, ts=1), _ws8(256, 1, 1, 5, ts=1, pf=2), _ws8(256, 1, 1, 6)]),
