@@ -137,7 +137,7 @@ def place(i, tiles_m, tiles_n, group):
 
 def run_tiles(name, ttgir, m, n, kt, blocks, helpers, seed=0):
     """All blocks of a product by ``ws_tiles``: the helpers multiply nothing, the others together have each tile once."""
-    _, bt, r, group, _, _, nw = ROWS[name]
+    _, bt, r, group, _, _, nw, *_ = ROWS[name]
     bn, nk, tiles_m = r * nw * 16, -(-kt // 4), -(-m // bt)
     tiles_n = -(-n // bn)
     tiles, seen, chunks = tiles_m * tiles_n, [], -(-kt // 32)

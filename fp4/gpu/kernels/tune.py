@@ -64,8 +64,8 @@ CANDIDATES: dict[int | None, tuple[int, list[Row]]] = {
     64: (64, [*(_ws(64, 2, 4, 2, 6, 4, cut, 2) for cut in (1, 2)), _wide(64, 1, 4, 4, 4, 3, pdl=1), _wide(64, 2, 2, 6, 4, pdl=1)]),
     128: (128, [_ws(128, 1, 4, 2, 6, cut=2), _ws(128, 2, 2, 2, 6, cut=1), _wide(128, 1, 2, 6, 8, 2, pdl=1), _wide(128, 2, 2, 6, 8, pdl=1)]),
     256: (256, [_ws(128, 1, 4, 2, 6, cut=2), _tiles(2, bt=128, xs=8), _tiles(1), _tiles(1, nat=1), *_LARGE]),
-    1024: (1024, [*_LARGE, _tiles(2), _tiles(4), _tiles(4, nat=1), DEQUANTIZE]),
-    None: (4096, [*_LARGE[1::2], _tiles(4), _tiles(4, nat=1), _tiles(8, nat=1), DEQUANTIZE]),
+    1024: (1024, [*_LARGE, _tiles(2, 2), _tiles(4), _tiles(4, nat=1), DEQUANTIZE]),
+    None: (4096, [*_LARGE[1::2], _tiles(4), _tiles(4, 2), _tiles(4, nat=1), _tiles(8, nat=1), DEQUANTIZE]),
 }  # fmt: skip
 #: the same for W4A8 (MXFP4 weights)
 CANDIDATES_W4A8: dict[int | None, tuple[int, list[Row]]] = {
