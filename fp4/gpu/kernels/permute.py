@@ -141,6 +141,7 @@ def _permute_kernel(
     n_col,
     stored,
     FILL: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     PLAIN_ROWS: tl.constexpr,
     TR: tl.constexpr,
@@ -174,10 +175,11 @@ def _permute_kernel(
 ):
     """plain [experts, R, C * VEC_C] items <-> storage [experts, stored] elements; RO * VEC_R and CO * VEC_CO are the free extents."""
     pid = tl.program_id(0)
-    col_at = pid % n_col
-    rest = pid // n_col
-    row_at = rest % n_row
-    expert = (rest // n_row).to(tl.int64)
+    near = n_row if ROWS_FIRST else n_col  # programs go along the innermost free axis of the storage
+    rest = pid // near
+    row_at = pid % near if ROWS_FIRST else rest % n_row
+    col_at = rest % n_col if ROWS_FIRST else pid % near
+    expert = (rest // (n_col if ROWS_FIRST else n_row)).to(tl.int64)
     C = C * VEC_C  # the products tell the compiler what divides them
     RO = RO * VEC_R
     CO = CO * VEC_CO
@@ -278,7 +280,7 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
     split = words(layout)
     # rows kept whole in storage must be aligned there too, and whole words may not reach over the end of a row
     align = _gcd16(align, columns, padded if whole_rows(layout) or (split is not None and split.split_cols > 1) else 0)
-    p = plan(layout, align, tile_bytes)
+    p = plan(layout, align, tile_bytes, inverse)
     if p is None:
         raise AssertionError(f"permute kernel: no plan for {layout}; callers ask can() first")
     element = p.item * p.group >> p.nibble
@@ -307,6 +309,7 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
         before, after = program.before, (() if p.halves else program.after) + p.inside[::-1]
     constants: dict[str, object] = {
         "FILL": int.from_bytes(bytes([layout.fill]) * p.item, "little", signed=True),
+        "ROWS_FIRST": p.rows_first,
         "ROWS": p.rows,
         "PLAIN_ROWS": p.plain_rows,
         "TR": p.tile_rows,
@@ -353,7 +356,8 @@ def _launch(layout: Layout, plain: torch.Tensor, storage: torch.Tensor, inverse:
     c = arguments(layout, tuple(plain.shape), _gcd16(plain.data_ptr(), storage.data_ptr()), inverse, tile_bytes or size)
     if c.programs >= 2**31:
         raise LayoutError(f"permute kernel: {c.programs} tiles for shape {list(plain.shape)}; need fewer than 2^31, pass fewer experts")
-    _permute_kernel[(c.programs,)](plain.view(c.views[0]), storage.view(c.views[1]), *c.numbers, **c.constants, num_warps=warps or own)
+    warps = (warps or own) * (2 if c.constants["ROWS_FIRST"] else 1)
+    _permute_kernel[(c.programs,)](plain.view(c.views[0]), storage.view(c.views[1]), *c.numbers, **c.constants, num_warps=warps)
 
 
 def apply(layout: Layout, x: torch.Tensor, *, tile_bytes: int | None = None, warps: int | None = None) -> torch.Tensor:

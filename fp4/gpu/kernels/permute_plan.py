@@ -35,6 +35,8 @@ class Plan:
     perm: tuple[int, ...]
     #: (dim, tile extent, inner tile product, mul, mul_r, mul_c, is free, flip, size) for each storage axis, outer to inner
     store: tuple[tuple[int, ...], ...]
+    #: the storage has all rows of a column before the next: programs beside each other write beside each other, with twice the warps
+    rows_first: bool
     #: items of a tile that are contiguous in storage
     run: int
     #: items that make one stored element: 2 nibbles, 4 bytes or 8 nibbles of a word, else 1
@@ -194,8 +196,11 @@ def words(layout: Layout) -> Words | None:
 
 
 @lru_cache(maxsize=4096)
-def plan(layout: Layout, align: int, tile_bytes: int) -> Plan | None:
-    """How to tile a layout whose rows are multiples of ``align`` bytes; None when its axes are not powers of two."""
+def plan(layout: Layout, align: int, tile_bytes: int, inverse: bool = False) -> Plan | None:
+    """How to tile a layout whose rows are multiples of ``align`` bytes; None when its axes are not powers of two.
+
+    Where bytes are stored column by column, writing them wants longer runs, side by side: measured by benchmarks/permute.py at 256 MiB.
+    """
     item, axes = _split(layout, align)
     nibble = int(layout.unit == "nibble")
     w = words(layout) if item < 4 <= align else None
@@ -206,6 +211,8 @@ def plan(layout: Layout, align: int, tile_bytes: int) -> Plan | None:
         return None
     free = [next((i for i, a in enumerate(axes) if a.dim == d and not a.size), None) for d in (0, 1)]
     order = layout.order if w is None else w.order
+    apart = not inverse and layout.unit != "nibble" and [axes[i].dim for i in order if not axes[i].size] == [1, 0]
+    tile_bytes, run_bytes = (2 * tile_bytes, 256) if apart else (tile_bytes, 128)
     chunk = [1, 1]
 
     def tile(i: int) -> int:
@@ -225,7 +232,7 @@ def plan(layout: Layout, align: int, tile_bytes: int) -> Plan | None:
         return n
 
     def short() -> bool:
-        return run() * item >> nibble < 128 or width() < 128
+        return run() * item >> nibble < run_bytes or width() < 128
 
     while math.prod(tile(i) for i in range(len(axes))) * item >> nibble < (2 * tile_bytes if short() else tile_bytes):
         inner_free = next((axes[i].dim for i in reversed(order) if not axes[i].size), None)
@@ -233,7 +240,7 @@ def plan(layout: Layout, align: int, tile_bytes: int) -> Plan | None:
             break
         if free[1] is not None and width() < 128:
             chunk[1] *= 2
-        elif run() * item >> nibble < 128:
+        elif run() * item >> nibble < run_bytes:
             chunk[inner_free] *= 2
         else:
             other = free[0] is not None and (free[1] is None or width() >= 512 or (inner_free == 0 and width() >= 256))
@@ -277,6 +284,7 @@ def plan(layout: Layout, align: int, tile_bytes: int) -> Plan | None:
             )
             for at, i in enumerate(order)
         ),
+        rows_first=apart,
         run=run(),
         group=group,
         place_cols=place[free[1]].div if free[1] is not None else 0,
