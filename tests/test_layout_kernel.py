@@ -51,6 +51,25 @@ def test_kernel_writes_the_same_bytes(layout: Layout) -> None:
         assert_same_bytes(permute.invert(layout, got, shape), x)
 
 
+@pytest.mark.parametrize("name", ["deepgemm_sf", "marlin_sf", "marlin_mx_sf_single", "blackwell_value_shuffled"])
+def test_longer_runs_of_large_tensors_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What tensors from ``FAR_BYTES`` on get, by a small one."""
+    layout = catalogue.get(name)
+    near = permute.arguments(layout, shapes(layout)[0], 16, False).constants["ROWS_FIRST"]
+    monkeypatch.setattr(permute, "FAR_BYTES", 0)
+    permute.arguments.cache_clear()
+    try:
+        assert not near
+        assert permute.arguments(layout, shapes(layout)[0], 16, False).constants["ROWS_FIRST"]
+        for shape in shapes(layout):
+            x = torch.from_numpy(counter_bytes(shape)).to(DEVICE)
+            y = permute.apply(layout, x)
+            assert_same_bytes(y.cpu(), layout.apply(x.cpu()))
+            assert_same_bytes(permute.invert(layout, y, shape).cpu(), x.cpu())
+    finally:
+        permute.arguments.cache_clear()
+
+
 @pytest.mark.parametrize(
     "name", ["marlin_w", "marlin_w_a8", "cpu_amx_w", "sm90_mixed_fp4_a", "frag_w", "hopper_value_v3", "marlin_sf_single", "hopper_sf"]
 )
@@ -192,19 +211,22 @@ def test_kernel_with_64_bit_indices(name: str) -> None:
 def test_one_binary_for_all_shapes(layout: Layout) -> None:
     """What the compiler sees depends on the layout and on the alignment class (here the best) and not on the shape.
 
-    Extents of 2^31 bytes and more are one more binary, with 64-bit indices inside tiles.
+    Extents of 2^31 bytes and more are one more binary, with 64-bit indices inside tiles; so are, for columns stored apart, those from
+    ``FAR_BYTES`` on.
     """
     if not permute.can(layout):
         pytest.skip("an axis of 3: served by the torch path (fewer than 4 scale columns)")
-    keys = set()
+    keys: dict[bool, set[object]] = {False: set(), True: set()}
     for tiles in (16, 32, 48, 80, 112, 160):
         for more in (16, 64, 176, 256):
             shape = sample_shape(layout, tiles * layout.multiple[0], more * layout.multiple[1])
             for experts in (1, 5):
                 c = permute.arguments(layout, (experts, *shape), 16, False)
-                keys.add(tuple(sorted((k, v) for k, v in c.constants.items())))
+                far = experts * shape[0] * shape[1] >= permute.FAR_BYTES
+                keys[far].add(tuple(sorted((k, v) for k, v in c.constants.items())))
                 assert all(0 <= n < 2**31 for n in c.numbers)
-    assert len(keys) == 1
+    assert len(keys[False]) == 1
+    assert len(keys[True]) <= 1
 
 
 _COUNT = """

@@ -3,7 +3,7 @@
 A program moves one tile: all fixed axes of the layout times a chunk of each free axis. It reads the tile in logical order (rows of
 contiguous bytes), reorders it in registers and shared memory, and writes it in storage order (runs of contiguous bytes), so that both
 sides are coalesced. Where the layout keeps up to 8 neighbouring bytes together, they move as one item. The free extents are run-time
-arguments: one binary for each layout and alignment class (largest power of two, up to 16, that divides the row length), not one a
+arguments: one binary for each layout and alignment class (largest power of two, up to 16, that divides the row length), two where large tensors want longer runs, not one a
 shape. Index arithmetic is 64-bit between tiles and, from 2^31 bytes on, inside them.
 """
 
@@ -28,6 +28,8 @@ _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: for no other. Measured by benchmarks/permute.py
 TILE_BYTES, WARPS = 8192, 4
 WORD_TILE_BYTES, WORD_WARPS = 2048, 1
+#: from here on columns that are stored apart are far enough to be written in longer runs; 64 and 256 MiB were measured
+FAR_BYTES = 128 << 20
 
 
 @triton.jit
@@ -280,7 +282,7 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
     split = words(layout)
     # rows kept whole in storage must be aligned there too, and whole words may not reach over the end of a row
     align = _gcd16(align, columns, padded if whole_rows(layout) or (split is not None and split.split_cols > 1) else 0)
-    p = plan(layout, align, tile_bytes, inverse)
+    p = plan(layout, align, tile_bytes, not inverse and math.prod(shape) >= FAR_BYTES)
     if p is None:
         raise AssertionError(f"permute kernel: no plan for {layout}; callers ask can() first")
     element = p.item * p.group >> p.nibble

@@ -196,10 +196,11 @@ def words(layout: Layout) -> Words | None:
 
 
 @lru_cache(maxsize=4096)
-def plan(layout: Layout, align: int, tile_bytes: int, inverse: bool = False) -> Plan | None:
+def plan(layout: Layout, align: int, tile_bytes: int, far: bool = False) -> Plan | None:
     """How to tile a layout whose rows are multiples of ``align`` bytes; None when its axes are not powers of two.
 
-    Where bytes are stored column by column, writing them wants longer runs, side by side: measured by benchmarks/permute.py at 256 MiB.
+    far: the tensor is large and its storage is written. Bytes stored column by column then want longer runs, side by side: by
+    benchmarks/permute.py, Marlin's scales gain 1.5% at 256 MiB and lose as much at 64.
     """
     item, axes = _split(layout, align)
     nibble = int(layout.unit == "nibble")
@@ -211,7 +212,7 @@ def plan(layout: Layout, align: int, tile_bytes: int, inverse: bool = False) -> 
         return None
     free = [next((i for i, a in enumerate(axes) if a.dim == d and not a.size), None) for d in (0, 1)]
     order = layout.order if w is None else w.order
-    apart = not inverse and layout.unit != "nibble" and [axes[i].dim for i in order if not axes[i].size] == [1, 0]
+    apart = far and layout.unit != "nibble" and [axes[i].dim for i in order if not axes[i].size] == [1, 0]
     tile_bytes, run_bytes = (2 * tile_bytes, 256) if apart else (tile_bytes, 128)
     chunk = [1, 1]
 
