@@ -3,8 +3,8 @@
 A program moves one tile: all fixed axes of the layout times a chunk of each free axis. It reads the tile in logical order (rows of
 contiguous bytes), reorders it in registers and shared memory, and writes it in storage order (runs of contiguous bytes), so that both
 sides are coalesced. Where the layout keeps up to 8 neighbouring bytes together, they move as one item. The free extents are run-time
-arguments: one binary for each layout and alignment class (largest power of two, up to 16, that divides the row length), two where large tensors want longer runs, not one a
-shape. Index arithmetic is 64-bit between tiles and, from 2^31 bytes on, inside them.
+arguments: one binary for each layout and alignment class (largest power of two, up to 16, that divides the row length), two where large
+tensors want longer runs, not one a shape. Index arithmetic is 64-bit between tiles and, from 2^31 bytes on, inside them.
 """
 
 from __future__ import annotations
