@@ -106,7 +106,7 @@ def serialised(sass: str) -> bool:
     return 2 * waits > sum(c.startswith("GMMA") for c in code)
 
 
-def hand_over(sass: str) -> list[str]:
+def hand_over(sass: str, helpers: bool = False) -> list[str]:
     """What is wrong with the order in which a warp-specialised kernel of one partition hands work to its other warps; [] if nothing.
 
     Triton's own traffic, which racecheck reports: the default warps write one byte a warp (which partition, 3 to end) and the captured
@@ -114,6 +114,9 @@ def hand_over(sass: str) -> list[str]:
 
         default   write both, B, B, the kernel, B, write "end", B, exit
         others    B, read the byte, read the values (if the partition takes any), B, the partition, B, and again from the start
+
+    helpers: blocks of the kernel may bring x into order and do nothing else. The default warps' code for that stands in front of the
+    hand-over, which these blocks do not reach, as runs of pairs of a write and a read between two labels: left out.
     """
     code = re.findall(r"^(?:\s+/\*[0-9a-f]{4,5}\*/\s+|(?=\.L_x_))(.*?)[;:]", sass, re.MULTILINE)
     split = next((i for i, t in enumerate(code) if re.match(r"STS \[UR\d+\+0x[0-9a-f]+\]", t)), None)
@@ -136,6 +139,8 @@ def hand_over(sass: str) -> list[str]:
         return "".join(next((c for c, p in kind.items() if re.match(p, t)), "") for t in part)
 
     others, default = events(code[:split]) + "|" + events(code[end:]), events(code[split:end]).replace("|", "")
+    if helpers:
+        others = re.sub(r"(?<=\|)(sl){4,}(?=\|)", "", others)
     good = others.count("r") == others.count("Br") == 1 and not set("Wsl") & set(others)
     values = "".join(re.findall(r"\|(v+)B", others))
     bad = [] if good and len(values) == others.count("v") else [f"other warps: {others}"]
