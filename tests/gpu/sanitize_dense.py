@@ -32,7 +32,8 @@ def small(n: int, k: int, block: int, scales: tuple[int, int] | None = None) -> 
 
 
 FEW = ((16, 48, 1040, 1), (32, 64, 2048, 1), (16, 48, 1040, 3), (32, 80, 544, 16))
-MANY = ((16, 48, 1040, 3), (32, 80, 544, 16), (16, 272, 1040, 300))
+#: the last has enough rows of x for more than one group of tiles: rows with HELP start helpers
+MANY = ((16, 48, 1040, 3), (32, 80, 544, 16), (16, 272, 1040, 300), (16, 272, 1040, 1100))
 calls = [(row["kernel"], row, shape) for row in ROUTES for shape in (FEW if row["kernel"] == "small" else MANY)]
 calls += [("small8" if isinstance(row, Few) else "ws8", row, None) for row in ROUTES_W4A8] + [("plain8", None, None)]
 calls = [c for c in calls if kind in c[0] and (hopper or c[0] not in ("wide", "ws", "tiles", "small8", "ws8"))]

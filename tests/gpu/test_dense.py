@@ -64,10 +64,9 @@ def check(y, x, w, bias=None, bound=None):
     ref = x.double() @ w.T
     if bias is not None:
         ref = ref + bias.double()
-    err = ((y.double() - ref).norm() / ref.norm()).item()
-    if bound is None:  # of few values one may weigh most, with half a unit in the last place instead of the mean
-        bound = BOUND[y.dtype] if y.numel() >= 4096 else max(BOUND[y.dtype], torch.finfo(y.dtype).eps / 2)
-    assert err < bound, err
+    err, best = (((v.double() - ref).norm() / ref.norm()).item() for v in (y, ref.to(y.dtype)))
+    # of few values one may weigh most: rounding the exact product alone is above 2.6e-3 in 3 of 100 cases of 48 values
+    assert err < max(bound or BOUND[y.dtype], best + 2e-5), (err, best)
 
 
 ROUTES = [
