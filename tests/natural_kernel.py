@@ -7,7 +7,8 @@ from triton.experimental.gluon import language as gl
 
 from fp4.gpu.kernels.gluon_decode import unpack_scales
 from fp4.gpu.kernels.natural import quad_scales
-from fp4.gpu.kernels.ws_tiles import _at_scales, _at_words, _tile
+from fp4.gpu.kernels.ws_m import at_scales, tile_operand
+from fp4.gpu.kernels.ws_tiles import _at_words
 
 
 @gluon.jit
@@ -18,7 +19,7 @@ def operand(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 256, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     _, oa, lane = _at_words(KT, NW, R)
-    _, os = _at_scales(KT // 4, KIND, True, NW, R)
+    _, os = at_scales(KT // 4, KIND, True, NW, R)
     row = gl.arange(0, R * NW * 16, layout=gl.SliceLayout(1, DOA))[:, None]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, DOA))[None, :]
     for k in gl.static_range(KT // 4):
@@ -28,7 +29,7 @@ def operand(
             q0, q1, q2, q3 = unpack_scales(s0 if u < 2 else s1, oc, KIND, ANY, HALF)
             a = gl.load(w_ptr + (k * 4 + u) * 128 + oa)
             if u % 2 == 0:
-                op = _tile(a, q0, q2, lane, True, HALF, NW, R, DOA)
+                op = tile_operand(a, q0, q2, lane, True, HALF, NW, R, DOA)
             else:
-                op = _tile(a, q1, q3, lane, True, HALF, NW, R, DOA)
+                op = tile_operand(a, q1, q3, lane, True, HALF, NW, R, DOA)
             gl.store(o_ptr + row * (KT * 64) + (k * 4 + u) * 64 + column, op)

@@ -18,12 +18,14 @@ from fp4.gpu.kernels.dense import table
 pytestmark = pytest.mark.kernel
 
 #: name -> (kernel, BT, R, U, SK, XS, NW) of what no table picks: one slot a round; of tiles, with GM and HELP in place of U and SK,
-#: NAT behind;
+#: NAT behind, as with ws_m;
 #: of e4m3 (ws8), with CUT, GM and TS behind
 EXTRA = {
     "e4m3, cut": ("ws8", 64, 2, 2, 2, 2, 4, 1, 2, 0),
     "e4m3, y by TMA": ("ws8", 256, 1, 2, 1, 4, 8, 0, 2, 1),
     "one slot a round": ("ws", 128, 2, 2, 2, 6, 8),
+    "x in natural order": ("ws", 256, 1, 4, 1, 6, 8, 1),
+    "x in natural order, two tiles a slot": ("ws", 128, 1, 4, 2, 3, 4, 1),
     "tiles": ("tiles", 256, 1, 2, 0, 5, 8),
     "tiles with helpers": ("tiles", 256, 1, 2, 1, 5, 8),
     "tiles, half with helpers": ("tiles", 256, 1, 2, 2, 5, 8),
@@ -37,7 +39,7 @@ def table_rows():
         for r in table()[part]:
             if r["kernel"] == "ws":
                 one = ("ws8" if fp8 else "ws", r["BT"], r["R"], r.get("U", 2), r["SK"], r["XS"], r["NW"])
-                one += (int(r.get("CUT", 0)), r.get("GM", 8), int(r.get("TS", 0))) if fp8 else ()
+                one += (int(r.get("CUT", 0)), r.get("GM", 8), int(r.get("TS", 0))) if fp8 else (int(r.get("NAT", 0)),)
                 rows["-".join(map(str, one))] = one
             if r["kernel"] == "tiles":
                 one = ("tiles", r["BT"], r["R"], r["GM"], r["HELP"], r["XS"], r["NW"], r.get("NAT", 0))
@@ -75,7 +77,7 @@ for name, (kernel, bt, r, u, sk, xs, nw, *way) in json.loads(sys.argv[1]).items(
         d._plan(4000, False, to, None, dict(kernel="tiles", BT=bt, R=r, GM=u, HELP=sk, XS=xs, NW=nw, PDL=1, NAT=way[0] if way else 0))
     else:
         d = dense.Dense(none, none, None, 1000, 1056, 16, about, "sm90")
-        row = dict(kernel="ws", BT=bt, R=r, U=u, SK=sk, XS=xs, NW=nw, CUT=1, PER=1)
+        row = dict(kernel="ws", BT=bt, R=r, U=u, SK=sk, XS=xs, NW=nw, CUT=1, PER=1, NAT=way[0] if way else 0)
         d._plan(300, False, to, None, row)
     k, constants = next(m for m in reversed(made) if m[0].compiled.metadata.name in ("ws_m", "ws_tiles", "ws_fp8"))
     assert kernel != "tiles" or constants["HELP"] == bool(sk), name

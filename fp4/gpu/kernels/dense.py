@@ -286,11 +286,12 @@ class Dense:
         from fp4.gpu.kernels.ws_m import share, ws_m
 
         bt, u, sk, nw, per = row["BT"], row["U"], row["SK"], row["NW"], row["PER"]
+        nat = bool(row.get("NAT", 0))
         bn = row["R"] * nw * 16
         tiles_n, steps = -(-self.n // bn), -(-self.kt // u)
         constants = {
             **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": row["R"], "U": u, "SK": sk,
-            "XS": row["XS"], "NW": nw,
+            "XS": row["XS"], "NAT": nat, "NW": nw,
         }  # fmt: skip
         signature = {
             "xd": launch.box_type("fp16" if half else "bf16", bt, 64), "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32",
@@ -299,18 +300,35 @@ class Dense:
         }  # fmt: skip
         kernel = launch.build_ring(
             ws_m, signature, constants, slot=sk * bt * 128, per=per, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt),
-            pdl=bool(row.get("PDL")), maxnreg=launch.registers(nw + 4, per),  # the producer's warp takes the room of four
+            pdl=bool(row.get("PDL")) and not (nat and not row["CUT"]),
+            maxnreg=launch.registers(nw + 4, per),  # the producer's warp takes the room of four
         )  # fmt: skip
         tiles = tiles_n * -(-m // bt)
         blocks, cut = share(tiles, steps, per * launch.processors(self.device), row["CUT"], 8 * self.kt // bt)
-        unit = 1 if cut else steps
+        parts = row.get("PARTS", steps)  # of a tile, that stay together; as many as divide its steps
+        unit = steps // next(p for p in range(min(parts, steps), steps + 1) if steps % p == 0) if cut else steps
         counts = self._counters(row, m, tiles_n) if row["CUT"] else 0
-        px = self._permute(counts)
+        px = self._permute(counts, 1 if nat else None)
         alpha = self._alpha[half].data_ptr()
         head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
         tail = launch.constants_in_order(ws_m, constants)
-        n, kt, oc, index, device = self.n, self.kt, self._windows[half].oc, self._index, self.device
+        n, k, kt, oc, index, device = self.n, self.k, self.kt, self._windows[half].oc, self._index, self.device
         sums = 2 * blocks * bn * bt if cut else 0
+
+        def run_natural(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
+            stream = _raw_stream(index)
+            xp, yp = x.data_ptr(), y.data_ptr()
+            part = count = xp
+            if counts:
+                space = _empty((sums + counts + 1024,), (1,), dtype=torch.int32, device=device)
+                part = space.data_ptr()
+                count = part + 4 * sums
+                px(x, 1, stream, count + 4 * counts, count)  # zeroes the counters
+            box = kernel.box(xp, m, k)
+            kernel(blocks, 1, stream, *box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
+
+        if nat:
+            return run_natural
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
             stream = _raw_stream(index)

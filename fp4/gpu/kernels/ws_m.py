@@ -7,6 +7,7 @@ As in ``wide_m``, y^T = W x^T with the decoded weight as the register operand an
 * A grid of G blocks (``share``) takes all steps: the steps (tile, k) in one line are cut into G runs. A block whose run ends inside a tile
   leaves fp32 sums in its part of a workspace; the last block to arrive adds them in the order of k, so the result does not depend on the
   order of arrival. Runs of whole tiles need no workspace.
+* NAT: x stays as it is, and W comes into its order in registers (``natural``).
 
 Triton puts a barrier of the partition between two waits on the ring, so SK = 2 halves them. A second warp group as a partition of its own
 would need none, but ptxas then serialises its MMAs: with the loop over partitions around them it counts their registers against the
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy as _ac
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, unpack_scales
+from fp4.gpu.kernels.natural import natural_operand, quad_lane, quad_scales
 from fp4.gpu.kernels.pdl import gl_wait
 from fp4.gpu.kernels.wide_m import _operand, _split_scales
 
@@ -95,6 +97,32 @@ def _fetch(base, offset, live, more, EVEN: gl.constexpr):
 
 
 @gluon.jit
+def at_scales(KB, KIND: gl.constexpr, NAT: gl.constexpr, NW: gl.constexpr, R: gl.constexpr):
+    """Row tile, offset of the scale word in four steps: of a lane's own columns, or (NAT) of all columns of its rows."""
+    G: gl.constexpr = 64 // KIND
+    W: gl.constexpr = 2 * G if NAT else 2
+    LS: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [NW, 1], [1, 0])
+    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None]
+    i = gl.arange(0, R * 32 * W, layout=gl.SliceLayout(0, LS))[None, :]
+    row = (i // (32 * W)) * NW + warp
+    first = i % (32 * W) // W
+    if NAT:
+        first = first // 4
+    elif KIND == 32:
+        first = first // 2
+    return row, row * (KB * 16 * G) + first * W + i % W
+
+
+@gluon.jit
+def tile_operand(a, e0, e1, lane, NAT: gl.constexpr, HALF: gl.constexpr, NW: gl.constexpr, R: gl.constexpr, DOA: gl.constexpr):
+    """The words of a step as operand A, in the order of x."""
+    if NAT:
+        return natural_operand(a, e0, e1, lane, HALF, NW, R, DOA)
+    else:
+        return _operand(a.reshape([NW, R, 32, 4]), e0, e1, NW, R, HALF, DOA)
+
+
+@gluon.jit
 def _release(empty, slot, XS: gl.constexpr):
     """Hand the slot in front of ``slot`` back to the producer.
 
@@ -109,7 +137,7 @@ def _release(empty, slot, XS: gl.constexpr):
 def _consume(
     sx, full, empty, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, KT, oc, pid, blocks, unit, w0, w1, nk, tiles_m,
     NW: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr,
-    BT: gl.constexpr, R: gl.constexpr, U: gl.constexpr, SK: gl.constexpr, XS: gl.constexpr,
+    BT: gl.constexpr, R: gl.constexpr, U: gl.constexpr, SK: gl.constexpr, XS: gl.constexpr, NAT: gl.constexpr,
 ):  # fmt: skip
     """The NW warps that decode and multiply: R * NW * 16 rows of W, BT rows of x a tile."""
     BN: gl.constexpr = R * NW * 16
@@ -134,6 +162,10 @@ def _consume(
     if KIND == 32:
         lane = lane // 2
     os = rs * (KB * L) + lane * 2 + xs % (U // 2)
+    quad = ra
+    if NAT:
+        rs, os = at_scales(KB, KIND, NAT, NW, R)
+        quad = quad_lane(xa % 128 + wn * 0, NW, R)
     tile = w0 // nk
     k = w0 - tile * nk
     pn = tile // tiles_m
@@ -169,23 +201,23 @@ def _consume(
             wp = w_ptr + (rt.to(gl.int64) * KT + kt) * 128
             live = rt + ra < NT
             s = _fetch(s_ptr + (rt.to(gl.int64) * KB * L + (kt // 4) * L + (kt % 4) // 2), os, rt + rs < NT, go & (kt < KT), EVEN)
-            s0, s1 = _split_scales(scale, NW, R, U)
+            s0, s1 = quad_scales(scale, NW, R, 64 // KIND) if NAT else _split_scales(scale, NW, R, U)
             q0, q1, q2, q3 = unpack_scales(s0, oc, KIND, ANY, HALF)
             for u in gl.static_range(U):
                 # decode the words of this step and fetch those of the same step of the next round in their place
                 if u == 2:
                     q0, q1, q2, q3 = unpack_scales(s1, oc, KIND, ANY, HALF)
                 if u == 0:
-                    op = _operand(a0.reshape([NW, R, 32, 4]), q0, q2, NW, R, HALF, DOA)
+                    op = tile_operand(a0, q0, q2, quad, NAT, HALF, NW, R, DOA)
                     a0 = _fetch(wp, oa, live, go & (kt < KT), EVEN)
                 if u == 1:
-                    op = _operand(a1.reshape([NW, R, 32, 4]), q1, q3, NW, R, HALF, DOA)
+                    op = tile_operand(a1, q1, q3, quad, NAT, HALF, NW, R, DOA)
                     a1 = _fetch(wp + 128, oa, live, go & (kt + 1 < KT), EVEN)
                 if u == 2:
-                    op = _operand(a2.reshape([NW, R, 32, 4]), q0, q2, NW, R, HALF, DOA)
+                    op = tile_operand(a2, q0, q2, quad, NAT, HALF, NW, R, DOA)
                     a2 = _fetch(wp + 256, oa, live, go & (kt + 2 < KT), EVEN)
                 if u == 3:
-                    op = _operand(a3.reshape([NW, R, 32, 4]), q1, q3, NW, R, HALF, DOA)
+                    op = tile_operand(a3, q1, q3, quad, NAT, HALF, NW, R, DOA)
                     a3 = _fetch(wp + 384, oa, live, go & (kt + 3 < KT), EVEN)
                 if u % SK == 0:
                     mbarrier.wait(full.index(slot), phase)
@@ -234,8 +266,10 @@ def _consume(
                 p0 = part_ptr + gl.where(early, 2 * lo + 1, 2 * lo).to(gl.int64) * (BN * BT)
                 al = gl.load(alpha_ptr)
                 rn = gl.arange(0, BN, layout=gl.SliceLayout(1, LP))
-                for c in range(0, BT, 16):
-                    rm = c + gl.arange(0, 16, layout=gl.SliceLayout(0, LP))
+                # 32 registers a thread at a time: each round of loads waits for L2 once
+                COLS: gl.constexpr = min(BT, 1024 * NW // BN)
+                for c in range(0, BT, COLS):
+                    rm = c + gl.arange(0, COLS, layout=gl.SliceLayout(0, LP))
                     o = (rm * BN)[None, :] + rn[:, None]
                     t = gl.load(p0 + o, cache_modifier=".cg")
                     pj = part_ptr + lo.to(gl.int64) * (2 * BN * BT)
@@ -257,13 +291,13 @@ def _consume(
 def ws_m(
     xd, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, KT, oc, unit,
     KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr, BT: gl.constexpr,
-    R: gl.constexpr, U: gl.constexpr, SK: gl.constexpr, XS: gl.constexpr, NW: gl.constexpr,
+    R: gl.constexpr, U: gl.constexpr, SK: gl.constexpr, XS: gl.constexpr, NAT: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """xd: descriptor of x [M, KT * 64] as ``permute_x`` wrote it, boxes [BT, 64]; a tile is R * NW * 16 rows of W times BT rows of x.
+    """xd: descriptor of x [M, KT * 64] as ``permute_x`` wrote it or (NAT, U == 4) of x [M, K] as it is, boxes [BT, 64].
 
-    Grid (G,), G <= tiles * ceil(KT / U) / unit. unit: steps of U * 64 columns that stay together, a divisor of ceil(KT / U); equal to it,
-    runs are whole tiles, else part_ptr has 2 G R NW 16 BT floats and count_ptr as many zeros as tiles. Neighbours in a run share W.
-    EVEN: N % (R NW 16) == 0 and KT % U == 0.
+    A tile is R * NW * 16 rows of W times BT rows of x. Grid (G,), G <= tiles * ceil(KT / U) / unit. unit: steps of U * 64 columns that
+    stay together, a divisor of ceil(KT / U); equal to it, runs are whole tiles, else part_ptr has 2 G R NW 16 BT floats and count_ptr
+    as many zeros as tiles. Neighbours in a run share W. EVEN: N % (R NW 16) == 0 and KT % U == 0.
     """
     DT: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     SX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -283,7 +317,7 @@ def ws_m(
     gl.warp_specialize(
         [
             (_consume, (sx, full, empty, w_ptr, s_ptr, alpha_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, M, N, KT, oc, pid, blocks, unit,
-                        w0, w1, nk, tiles_m, NW, KIND, ANY, HALF, HAS_BIAS, EVEN, BT, R, U, SK, XS)),
+                        w0, w1, nk, tiles_m, NW, KIND, ANY, HALF, HAS_BIAS, EVEN, BT, R, U, SK, XS, NAT)),
             (_produce, (xd, sx, full, empty, w0, w1, nk, tiles_m, BT, U, SK, XS, 64)),
         ],
         [1],

@@ -19,10 +19,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, unpack_scales
-from fp4.gpu.kernels.natural import natural_operand, quad_lane, quad_scales
+from fp4.gpu.kernels.natural import quad_lane, quad_scales
 from fp4.gpu.kernels.pdl import gl_wait
-from fp4.gpu.kernels.wide_m import _operand, _split_scales
-from fp4.gpu.kernels.ws_m import _release, tma_load
+from fp4.gpu.kernels.wide_m import _split_scales
+from fp4.gpu.kernels.ws_m import _release, at_scales, tile_operand, tma_load
 
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #: rows and words of x that a helper brings into order at a time, 64 KiB; ``CHUNK`` tiles of 64 columns
@@ -138,32 +138,6 @@ def _at_words(KT, NW: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
-def _at_scales(KB, KIND: gl.constexpr, NAT: gl.constexpr, NW: gl.constexpr, R: gl.constexpr):
-    """Row tile, offset of the scale word in four steps: of a lane's own columns, or (NAT) of all columns of its rows."""
-    G: gl.constexpr = 64 // KIND
-    W: gl.constexpr = 2 * G if NAT else 2
-    LS: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [NW, 1], [1, 0])
-    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None]
-    i = gl.arange(0, R * 32 * W, layout=gl.SliceLayout(0, LS))[None, :]
-    row = (i // (32 * W)) * NW + warp
-    first = i % (32 * W) // W
-    if NAT:
-        first = first // 4
-    elif KIND == 32:
-        first = first // 2
-    return row, row * (KB * 16 * G) + first * W + i % W
-
-
-@gluon.jit
-def _tile(a, e0, e1, lane, NAT: gl.constexpr, HALF: gl.constexpr, NW: gl.constexpr, R: gl.constexpr, DOA: gl.constexpr):
-    """The words of a step as operand A, in the order of x."""
-    if NAT:
-        return natural_operand(a, e0, e1, lane, HALF, NW, R, DOA)
-    else:
-        return _operand(a.reshape([NW, R, 32, 4]), e0, e1, NW, R, HALF, DOA)
-
-
-@gluon.jit
 def _consume_tiles(
     sx, sy, full, empty, yd, w_ptr, s_ptr, alpha_ptr, bias_ptr, N, KT, oc, i0, tiles, step, nk, tiles_m, tiles_n,
     NW: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr,
@@ -180,7 +154,7 @@ def _consume_tiles(
     KB = (KT + 3) // 4
     NT = (N + 15) // 16
     ra, oa, lane = _at_words(KT, NW, R)
-    rs, os = _at_scales(KB, KIND, NAT, NW, R)
+    rs, os = at_scales(KB, KIND, NAT, NW, R)
     # helpers have no tile: they read the first one and use nothing of it
     pm, pn = _place(gl.where(i0 < tiles, i0, 0), tiles_m, tiles_n, GM)
     rt = pn * (R * NW)
@@ -216,16 +190,16 @@ def _consume_tiles(
                 if u == 2:
                     q0, q1, q2, q3 = unpack_scales(s1, oc, KIND, ANY, HALF)
                 if u == 0:
-                    op = _tile(a0, q0, q2, lane, NAT, HALF, NW, R, DOA)
+                    op = tile_operand(a0, q0, q2, lane, NAT, HALF, NW, R, DOA)
                     a0 = _words(wp, oa, live, kt < KT, EVEN)
                 if u == 1:
-                    op = _tile(a1, q1, q3, lane, NAT, HALF, NW, R, DOA)
+                    op = tile_operand(a1, q1, q3, lane, NAT, HALF, NW, R, DOA)
                     a1 = _words(wp + 128, oa, live, kt + 1 < KT, EVEN)
                 if u == 2:
-                    op = _tile(a2, q0, q2, lane, NAT, HALF, NW, R, DOA)
+                    op = tile_operand(a2, q0, q2, lane, NAT, HALF, NW, R, DOA)
                     a2 = _words(wp + 256, oa, live, kt + 2 < KT, EVEN)
                 if u == 3:
-                    op = _tile(a3, q1, q3, lane, NAT, HALF, NW, R, DOA)
+                    op = tile_operand(a3, q1, q3, lane, NAT, HALF, NW, R, DOA)
                     a3 = _words(wp + 384, oa, live, kt + 3 < KT, EVEN)
                 mbarrier.wait(full.index(slot), phase)
                 acc = warpgroup_mma(op, sx.index(slot).permute([1, 0]), acc, is_async=True)
