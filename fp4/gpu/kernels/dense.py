@@ -347,7 +347,7 @@ class Dense:
 
         if out.itemsize == 2 and self.n % 8 == 0:
             return dense_tiles.plan(self, row, m, half, out, bias_type, bias)
-        return self._ws({**row, "U": 2, "SK": 1, "XS": 6, "CUT": 0, "PER": 1}, m, half, out, bias_type, bias)
+        return self._ws({**row, "U": 2, "SK": 1, "XS": 6, "CUT": 0, "PER": 1, "NAT": 0}, m, half, out, bias_type, bias)
 
     def _plain(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
         from fp4.gpu.kernels.plain import dense_plain
