@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 #: public name -> (module, attribute); an empty attribute means the module itself
 _EXPORTS: dict[str, tuple[str, str]] = {
     **{n: ("fp4.formats", n) for n in ("AMDFP4", "MXFP4", "MXFP8", "NVFP4", "NVFP4_B32", "Format")},
-    **{n: ("fp4.errors", n) for n in ("BackendUnavailable", "CheckpointError", "FormatMismatch", "Fp4Error")},
-    **{n: ("fp4.errors", n) for n in ("LayoutError", "LayoutMismatch", "Unsupported")},
+    **{n: ("fp4.errors", n) for n in ("BackendUnavailable", "CheckpointDialect", "CheckpointError", "FormatMismatch")},
+    **{n: ("fp4.errors", n) for n in ("Fp4Error", "LayoutError", "LayoutMismatch", "Unsupported")},
     "QuantizedTensor": ("fp4.tensor", "QuantizedTensor"),
     "Recipe": ("fp4.recipe", "Recipe"),
     "recipes": ("fp4.recipe", "recipes"),
@@ -51,6 +51,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from fp4.errors import (  # noqa: F401
         BackendUnavailable,
+        CheckpointDialect,
         CheckpointError,
         FormatMismatch,
         Fp4Error,

@@ -41,6 +41,10 @@ class Encoded(NamedTuple):
     factor: float
 
 
+def _every(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(x, dtype=torch.bool)
+
+
 @dataclass(frozen=True)
 class Encode:
     """One value map.
@@ -53,10 +57,16 @@ class Encode:
     forward: Callable[[torch.Tensor], Encoded]
     inverse: Callable[[Encoded], torch.Tensor] | None
     lossless: bool
-    over: str
+    over: str = "every accepted input"
     #: bool mask: which items the consumer reads exactly (times factor)
-    exact: Callable[[torch.Tensor], torch.Tensor]
+    exact: Callable[[torch.Tensor], torch.Tensor] = _every
     origin: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.lossless and self.exact is _every:
+            raise FormatMismatch(
+                f"encode {self.name}: it loses something; need exact, the mask of the items that are read as they were meant"
+            )
 
     def __call__(self, x: torch.Tensor) -> Encoded:
         return self.forward(x)

@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "BackendUnavailable",
+    "CheckpointDialect",
     "CheckpointError",
     "FormatMismatch",
     "Fp4Error",
@@ -72,7 +73,11 @@ class LayoutMismatch(Fp4Error):
 
 
 class CheckpointError(Fp4Error):
-    """A checkpoint is damaged, contradicts itself, or uses a dialect that fp4 refuses."""
+    """A checkpoint is damaged or contradicts itself."""
+
+
+class CheckpointDialect(CheckpointError):
+    """A checkpoint is of a dialect, or names a quantisation method or algorithm, that fp4 does not know or refuses to read."""
 
 
 class BackendUnavailable(Fp4Error):

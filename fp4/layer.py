@@ -38,7 +38,13 @@ _ROWS = 1 << 20
 def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """``y[..., n] = x[..., k] @ W[n, k]^T + bias[n]``, accumulated in float32, rounded once to ``out_dtype`` (default: x's dtype).
 
-    x: one of ``w.act_dtypes``, on w's device; a non-contiguous x is copied. Raises FormatMismatch, LayoutMismatch (x or w elsewhere).
+    Shapes::
+
+        x:    one of w.act_dtypes [..., k], on w's device, zero rows allowed; one that is not contiguous is copied
+        bias: f32, bf16 or f16 [n] or None
+        y:    out_dtype (f32, bf16 or f16) [..., n]
+
+    Raises FormatMismatch for another dtype or shape, LayoutMismatch for x elsewhere than w or a w that is not prepared.
     Forward only: a backward through the result raises Unsupported, and so does an x with a tangent (forward-mode AD, torch.func).
     """
     if type(w) is not Prepared:
@@ -56,11 +62,18 @@ def matmul(x: torch.Tensor, w: Prepared, bias: torch.Tensor | None = None, out_d
 def moe(
     x: torch.Tensor, ex: PreparedMoE, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``y[t] = sum_s topk_weights[t, s] * expert[topk_ids[t, s]](x[t])``.
+    """``y[t] = sum_s topk_weights[t, s] * (W2[e] @ act(W13[e] @ x[t] + bias13[e]) + bias2[e])`` with ``e = topk_ids[t, s]``.
 
-    x [t, hidden]; topk_ids int [t, s], global ids: an id whose expert is not here adds zero, and so does any other id outside
-    [0, experts); -1 is the usual one for "no expert". topk_weights floating [t, s]. No id reads out of bounds. Under FP4_STRICT an
-    id outside [-1, experts) is refused.
+    Shapes::
+
+        x:            one of ex.act_dtypes [t, hidden], on ex's device, t >= 0
+        topk_ids:     int32 or int64 [t, s], global: an id whose expert is not here adds zero, and so does any other outside
+                      [0, experts); -1 is the usual one for "no expert". No id reads out of bounds
+        topk_weights: floating point [t, s]
+        y:            out_dtype (default: x's dtype) [t, hidden]
+
+    Raises FormatMismatch for another dtype or shape, LayoutMismatch for x elsewhere than ex, and under FP4_STRICT FormatMismatch for an
+    id outside [-1, experts). Forward only, as ``matmul``.
     """
     if type(ex) is not PreparedMoE:
         raise _not_prepared("moe", ex, "fp4.prepare_moe(w13, w2, ...)")
@@ -254,7 +267,7 @@ _refuse_backward("moe")
 
 
 def explain(
-    op: str = "matmul",
+    op: str | Problem = "matmul",
     format: str | Format = "nvfp4",
     device: Device | torch.device | str | None = None,
     *,
@@ -266,9 +279,15 @@ def explain(
     ``device``: a torch device, a Device, or a name such as "sm90" that needs no GPU; ``sizes``: any field of Problem (n, k, experts,
     hidden, intermediate, topk, activation, gate_up, act, act_dtype ...). ``assume_installed``: rank vendor libraries that are missing
     here as if they were present, in a release that has everything; each line then says whether it was assumed. ``prepare`` never does.
+    ``op`` may be a Problem, which says all of it; ``format``, ``device`` and sizes are then left out. Raises FormatMismatch for an unknown
+    op, format, device or size, and for a size that no layer can have.
 
     >>> fp4.explain(op="moe", format="mxfp4", device="sm90", experts=128, hidden=2880, intermediate=2880)   # doctest: +SKIP
     """
+    if isinstance(op, Problem):
+        if sizes or device is not None or formats.get(format) not in (formats.NVFP4, op.format):
+            raise FormatMismatch(f"explain: a Problem ({op}) and {', '.join(['format or device', *sizes][:4])} too; need one of them")
+        return _shown(op, assume_installed)
     known = set(Problem.__dataclass_fields__) - {"op", "format", "device"}
     unknown = sorted(set(sizes) - known)
     if unknown:
@@ -290,13 +309,21 @@ def explain(
             raise FormatMismatch(f"explain: local is {shown(local)}; need (start, stop), the experts that are here")
         stop = check.whole("explain", "the end of local", local[1], 0, sizes.get("experts"))
         sizes["local"] = (check.whole("explain", "the start of local", local[0], 0, stop), stop)
-    ranking = registry.rank(Problem(op=op, format=fmt, device=Device.of(device), **sizes), assume_installed)
+    return _shown(Problem(op=op, format=fmt, device=Device.of(device), **sizes), assume_installed)
+
+
+def _shown(problem: Problem, assume_installed: bool) -> registry.Ranking:
+    ranking = registry.rank(problem, assume_installed)
     print(ranking)
     return ranking
 
 
 def warmup(w: Prepared | PreparedMoE, m_max: int = 256, topk: int | None = None) -> None:
-    """Compile and allocate what calls with up to ``m_max`` rows need, so that the first real call, or a graph capture, finds it done."""
+    """Compile and allocate what calls with up to ``m_max`` rows need, so that the first real call, or a graph capture, finds it done.
+
+    ``m_max``: rows of x (tokens), 0 to 2^20; ``topk``: ids a token of experts, default what ``prepare_moe`` was told, else 1. Runs the
+    layer on zeros and waits for the device. Raises FormatMismatch for a weight that is not prepared or a number out of range.
+    """
     if not isinstance(w, (Prepared, PreparedMoE)):
         raise _not_prepared("warmup", w, "fp4.prepare(w)")
     m_max = max(check.whole("warmup", "m_max", m_max, 0, _ROWS), 1)

@@ -75,6 +75,7 @@ class Orders:
         return out
 
     def apply(self, x: Any) -> Any:
+        """One-byte x [..., rows, columns] -> u8 in storage order."""
         raise NotImplementedError
 
 
@@ -149,6 +150,7 @@ class Layout(Orders):
 
     @property
     def units_per_byte(self) -> int:
+        """2 for nibbles, 1 for bytes."""
         return 2 if self.unit == "nibble" else 1
 
     def _steps(self) -> tuple[Layout, ...]:

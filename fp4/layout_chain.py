@@ -48,9 +48,11 @@ class Chain(Orders):
         return shapes
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Byte shape after the padding of every step."""
         return self._shapes(shape)[-1]
 
     def nbytes(self, shape: Sequence[int]) -> int:
+        """Stored bytes, leading dimensions included."""
         return math.prod(self.padded(shape))
 
     def apply(self, x: Any) -> Any:
@@ -127,6 +129,7 @@ class Segmented:
         return tuple(out)
 
     def nbytes(self, shape: Sequence[int]) -> int:
+        """Stored bytes of all segments and of the rest of ``capacity``. Raises LayoutError when they do not fit in it."""
         _, columns = self._check(shape)
         used = self.bases(columns)[-1]
         if self.capacity is None:

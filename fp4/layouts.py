@@ -20,7 +20,7 @@ from fp4.errors import unknown as unknown_name
 from fp4.layout import Layout
 from fp4.layout_bytes import whole
 
-__all__ = ["WORD_A", "WORD_B", "get", "layouts", "names", "variants"]
+__all__ = ["PLAIN", "WORD_A", "WORD_B", "get", "layouts", "names", "variants"]
 
 _FI, _TK = "FlashInfer", "triton_kernels"
 _TABLE: dict[str, Callable[..., Layout]] = {}
@@ -246,6 +246,10 @@ def triton_gfx1250_sf(columns: int = 4) -> Layout:
     a = min(4, max(columns, 1))
     spec = f"(mo m4 m32) (ko k{a}) -> mo ko m32 m4 k{a}"
     return Layout("triton_gfx1250_sf", spec, pad=(128, a), role="scale", origin=f"{_TK} GFX1250_SCALE", holds="C, D")
+
+
+#: the identity: bytes as a checkpoint has them
+PLAIN = _TABLE["plain"]()
 
 
 def names() -> list[str]:

@@ -157,8 +157,9 @@ def dequantize_last(
     if _on_gpu(codes):
         from fp4.ref import triton_quantize
 
-        out: torch.Tensor = triton_quantize.dequantize_blocks(codes, scale, global_scale, fmt, dtype)
-        return out
+        narrow = torch.float32 if dtype == torch.float64 else dtype
+        out: torch.Tensor = triton_quantize.dequantize_blocks(codes, scale, global_scale, fmt, narrow)
+        return out.to(dtype)
     return ref.dequantize_blocks(codes, scale, global_scale, fmt, dtype)
 
 

@@ -165,7 +165,8 @@ def _stored(
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of q, ``dtype`` q.shape: ``elem[code] * (scale * global_scale)``, in float32, rounded once to ``dtype``.
+    """The values of q, ``dtype`` q.shape: ``elem[code] * (scale * global_scale)``, in float32, rounded once to ``dtype`` (float64 holds the
+    float32 values).
 
     A NaN scale byte makes its block NaN. A ue8m0 byte 0 is 2^-127 and 255 is NaN, as OCP MX v1.0 says. Raises FormatMismatch for
     anything but a QuantizedTensor and a floating-point dtype.
@@ -176,7 +177,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     if not isinstance(q, QuantizedTensor):
         hint = "call .restore() first" if hasattr(q, "restore") else "build one with fp4.QuantizedTensor(...)"
         raise FormatMismatch(f"dequantize: got {type(q).__name__}; need a QuantizedTensor; {hint}")
-    check.float_dtype("dequantize", "dtype", dtype)
+    check.float_dtype("dequantize", "dtype", dtype, wide=True)
     op = dequantize_last if straight(q.codes) else torch.ops.fp4.dequantize
     out: torch.Tensor = op(q.codes, q.scale, q.global_scale, q.format.name, dtype)
     return out.movedim(-1, q.axis)
@@ -192,6 +193,8 @@ def fake_quantize(
     encode_scale: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """``dequantize(quantize(x, ...), x.dtype)``: same shape and dtype as x. The gradient passes straight through to x.
+
+    Arguments and errors as ``quantize``; Unsupported for forward-mode AD and ``torch.func``, which get no derivative here.
 
     >>> fp4.fake_quantize(torch.tensor([[0.3] * 31 + [6.0]]), "mxfp4")[0, :1].tolist()
     [0.5]

@@ -156,7 +156,13 @@ class QuantizedTensor:
         return self.codes.shape[-1] * self.format.codes_per_byte
 
     @property
+    def scale_f32(self) -> torch.Tensor:
+        """f32 [..., k / block]: the values of the scale bytes, exact; NaN where the byte is. ``global_scale`` is not in them."""
+        return torch.tensor(self.format.scale.values, dtype=torch.float32, device=self.device)[self.scale.long()]
+
+    @property
     def device(self) -> torch.device:
+        """Where codes, scales and second-level scales are."""
         return self.codes.device
 
     @property
@@ -167,6 +173,7 @@ class QuantizedTensor:
 
     @property
     def numel(self) -> int:
+        """Elements, not bytes."""
         return math.prod(self.shape)
 
     def to(self, device: torch.device | str) -> QuantizedTensor:

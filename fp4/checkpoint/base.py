@@ -23,7 +23,7 @@ from fp4.checkpoint.kv import KVConfig, KVScale, collect_kv, read_kv, require_kv
 from fp4.checkpoint.linear import FP8, PACKED, plural, shown
 from fp4.checkpoint.patterns import Matches, Names
 from fp4.checkpoint.record import Reader, Record, dequantize_record
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect, CheckpointError
 from fp4.tensor import QuantizedTensor
 
 __all__ = ["Checkpoint", "CheckpointWarning", "Dialect", "Plan"]
@@ -101,6 +101,7 @@ class Plan:
         return [n for n in self.store.entries if n not in self.used]
 
     def file(self, tensor: str) -> str:
+        """The file that holds a stored tensor."""
         return str(self.store.where[tensor].path)
 
     def names(self) -> Names:
@@ -114,9 +115,11 @@ class Plan:
         return self._names
 
     def consume(self, names: Iterable[str]) -> None:
+        """Stored tensors that are explained, without a record of their own."""
         self.used.update(names)
 
     def add(self, record: Record, used: Iterable[str] = ()) -> None:
+        """A tensor of the model, with the stored ones that it is made of. Raises CheckpointError for a name that is taken."""
         if record.name in self.records:
             raise CheckpointError(f"{self.place}: two tensors of the file both stand for {record.name!r}: {shown(record.parts.values())}")
         self.records[record.name] = record
@@ -124,6 +127,7 @@ class Plan:
         self.used.update(used)
 
     def warn(self, text: str) -> None:
+        """Something that the reader should know and that stops nothing."""
         self.warnings.append(text)
 
     def once(self, key: str, note: str) -> None:
@@ -363,7 +367,7 @@ def _make(path: str | os.PathLike[str], dialects: Iterable[Dialect], options: Op
             for note in plan.notes:
                 _log.info("%s: %s", plan.place, note)
             return Checkpoint(path, dialect.name, reason, plan)
-        raise CheckpointError(f"{path}: no dialect recognises it")
+        raise CheckpointDialect(f"{path}: no dialect recognises it")
     except CheckpointError:
         store.close()
         raise

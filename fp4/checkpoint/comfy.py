@@ -10,7 +10,7 @@ from fp4.checkpoint.config import Config, mapping
 from fp4.checkpoint.index import Store
 from fp4.checkpoint.linear import Leaves, build
 from fp4.checkpoint.record import MULTIPLY, Spec
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect, CheckpointError
 
 __all__ = ["Comfy"]
 
@@ -62,5 +62,5 @@ class Comfy:
     def _format(value: dict[str, Any], where: str) -> str:
         found = _FORMATS.get(str(value.get("format")))
         if found is None:
-            raise CheckpointError(f"{where}: format {value.get('format')!r} is not read; need one of {', '.join(_FORMATS)}")
+            raise CheckpointDialect(f"{where}: format {value.get('format')!r} is not read; need one of {', '.join(_FORMATS)}")
         return found

@@ -12,7 +12,7 @@ from fp4.checkpoint.linear import Leaves, build
 from fp4.checkpoint.modelopt_config import kv_scheme
 from fp4.checkpoint.patterns import match_regex_or_exact
 from fp4.checkpoint.record import DIVIDE, MULTIPLY, Spec
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect, CheckpointError
 
 __all__ = ["CompressedTensors"]
 
@@ -71,9 +71,9 @@ class Groups:
         if not plan.trust_tensors:
             check_keys(block, _KEYS, f"{plan.place}: {self.where}")
         if block.get("transform_config"):
-            raise CheckpointError(f"{plan.place}: {self.where}: transform_config is not empty; rotated weights are not read")
+            raise CheckpointDialect(f"{plan.place}: {self.where}: transform_config is not empty; rotated weights are not read")
         if mapping(block.get("sparsity_config"), f"{self.where} sparsity_config").get("format", "dense") != "dense":
-            raise CheckpointError(f"{plan.place}: {self.where}: sparsity_config is not dense; sparse weights are not read")
+            raise CheckpointDialect(f"{plan.place}: {self.where}: sparsity_config is not dense; sparse weights are not read")
         status = block.get("quantization_status", "compressed")
         if status not in ("compressed", "frozen"):
             raise CheckpointError(f"{plan.place}: {self.where}: quantization_status is {status!r}; need 'compressed'")
@@ -140,21 +140,21 @@ def _act(inputs: dict[str, Any]) -> str | None:
 
 def _spec(group: dict[str, Any], fmt: Any, place: str, origin: str) -> Spec:
     if fmt not in _FORMATS:
-        raise CheckpointError(f"{place}: format {fmt!r} is not known; need one of {', '.join(_FORMATS)}")
+        raise CheckpointDialect(f"{place}: format {fmt!r} is not known; need one of {', '.join(_FORMATS)}")
     weights = mapping(group.get("weights"), f"{place}.weights")
     inputs = mapping(group.get("input_activations"), f"{place}.input_activations")
     bits, kind, strategy, size = (weights.get(k) for k in ("num_bits", "type", "strategy", "group_size"))
     if kind != "float" or bits not in (4, 8):
         raise CheckpointError(f"{place}: weights are {bits!r}-bit {kind!r}; need 4-bit or 8-bit float")
     if weights.get("actorder"):
-        raise CheckpointError(f"{place}: weights have actorder {weights['actorder']!r}; reordered columns are not read")
+        raise CheckpointDialect(f"{place}: weights have actorder {weights['actorder']!r}; reordered columns are not read")
     static = bool(inputs) and inputs.get("dynamic", False) is not True
     act = _act(inputs)
     if bits == 8:
         if strategy == "group" and size == 32:
             return Spec("mxfp8", f"{origin} says 8-bit float, one scale for 32", False, act=act)
         if strategy not in ("tensor", "channel", "block", None):
-            raise CheckpointError(f"{place}: 8-bit strategy {strategy!r} is not read; need tensor, channel or block")
+            raise CheckpointDialect(f"{place}: 8-bit strategy {strategy!r} is not read; need tensor, channel or block")
         block = weights.get("block_structure")
         if block is not None and (not isinstance(block, list) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block)):
             raise CheckpointError(f"{place}: block_structure is {block!r}; need [rows, columns]")

@@ -17,7 +17,7 @@ from fp4.checkpoint.linear import Leaves, build
 from fp4.checkpoint.modelopt_config import Settings
 from fp4.checkpoint.patterns import Matches, match_exact_or_prefix
 from fp4.checkpoint.record import MULTIPLY, Spec
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect, CheckpointError
 
 __all__ = ["DeepSeek"]
 
@@ -58,11 +58,11 @@ class DeepSeek:
             return
         kind = expert_dtype(config)
         if kind not in (None, "fp4", "fp8", "bf16", "bfloat16"):
-            raise CheckpointError(f"{plan.place}: {where}: expert_dtype {kind!r} is not known; need 'fp4' or 'fp8'")
+            raise CheckpointDialect(f"{plan.place}: {where}: expert_dtype {kind!r} is not known; need 'fp4' or 'fp8'")
         listed_experts = Settings.read(plan) if config.fp8_with_fp4_experts else None
         algo = listed_experts.experts if listed_experts else ""
         if algo not in ("", "NVFP4", "MXFP4"):
-            raise CheckpointError(f"{plan.place}: moe_quant_algo {algo!r} is not known; need NVFP4 or MXFP4")
+            raise CheckpointDialect(f"{plan.place}: moe_quant_algo {algo!r} is not known; need NVFP4 or MXFP4")
         if listed_experts is not None:
             listed_experts.resolve(plan)
             plan.kv_config = listed_experts.kv

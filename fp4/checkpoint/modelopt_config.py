@@ -18,7 +18,7 @@ from fp4.checkpoint.kv import KVConfig
 from fp4.checkpoint.linear import shown
 from fp4.checkpoint.patterns import Matches, Names, match_exact_or_prefix
 from fp4.checkpoint.record import Spec
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect, CheckpointError
 
 __all__ = ["ALGOS", "METHODS", "Settings", "has_names", "kv_scheme"]
 
@@ -223,7 +223,7 @@ class Settings:
         if not self.algo:
             raise CheckpointError(f"{plan.place}: {where}: quant_algo is missing; need one of {', '.join(ALGOS)} or MIXED_PRECISION")
         if self.algo != "MIXED_PRECISION" and self.algo not in ALGOS:
-            raise CheckpointError(
+            raise CheckpointDialect(
                 f"{plan.place}: {where}: quant_algo {self.algo!r} is not known; need one of {', '.join(ALGOS)} or MIXED_PRECISION"
             )
         self.group = cls._group(plan, view.get("group_size"), self.algo, where)
@@ -346,7 +346,7 @@ def kv_scheme(value: Any, where: str) -> tuple[str | None, bool]:
     known = {"8 float": "FP8", "8 int": "INT8", "4 float": "NVFP4"}
     name = known.get(f"{bits} {kind}")
     if name is None:
-        raise CheckpointError(f"{where}: num_bits {bits!r} with type {kind!r} is not known; need 8-bit float or int, or 4-bit float")
+        raise CheckpointDialect(f"{where}: num_bits {bits!r} with type {kind!r} is not known; need 8-bit float or int, or 4-bit float")
     return name, bool(scheme.get("dynamic", False))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp4.checkpoint.base import Plan
 from fp4.checkpoint.config import Config
 from fp4.checkpoint.index import Store
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect
 
 __all__ = ["Plain", "Refused"]
 
@@ -36,19 +36,19 @@ class Refused:
     def detect(self, store: Store, config: Config) -> str | None:
         method = config.method
         if method in REASONS:
-            raise CheckpointError(
+            raise CheckpointDialect(
                 f"{store.root}: {config.quant_where}: quant_method {config.quant['quant_method']!r} is refused: {REASONS[method]}"
             )
         if config.quant.get("load_in_4bit") or config.quant.get("bnb_4bit_quant_type"):
-            raise CheckpointError(f"{store.root}: {config.quant_where}: bitsandbytes is refused: {REASONS['bitsandbytes']}")
+            raise CheckpointDialect(f"{store.root}: {config.quant_where}: bitsandbytes is refused: {REASONS['bitsandbytes']}")
         text = "\n".join(store.entries)
         if any(mark in text for mark in _BITSANDBYTES):
             name = next(n for n in store.entries if any(mark in n for mark in _BITSANDBYTES))
-            raise CheckpointError(f"{store.root}: tensor {name!r} is bitsandbytes': refused: {REASONS['bitsandbytes']}")
+            raise CheckpointDialect(f"{store.root}: tensor {name!r} is bitsandbytes': refused: {REASONS['bitsandbytes']}")
         return None
 
     def plan(self, plan: Plan) -> None:
-        raise CheckpointError(f"{plan.place}: refused")
+        raise CheckpointDialect(f"{plan.place}: refused")
 
 
 class Plain:
@@ -56,7 +56,7 @@ class Plain:
 
     def detect(self, store: Store, config: Config) -> str | None:
         if config.quant:
-            raise CheckpointError(
+            raise CheckpointDialect(
                 f"{store.root}: {config.quant_where}: quant_method {config.quant.get('quant_method')!r} is not known; need modelopt, "
                 "compressed-tensors, mxfp4, quark, torchao or fp8"
             )

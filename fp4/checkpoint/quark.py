@@ -12,7 +12,7 @@ from fp4.checkpoint.kv import KVConfig
 from fp4.checkpoint.linear import Leaves, build
 from fp4.checkpoint.patterns import match_fnmatch
 from fp4.checkpoint.record import MULTIPLY, Spec
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect, CheckpointError
 
 __all__ = ["Quark"]
 
@@ -90,7 +90,7 @@ class _Settings:
         if dtype == "fp8_e4m3":
             size = weight.get("block_size")
             if scheme not in ("per_tensor", "per_channel", "per_block", "per_group", None):
-                raise CheckpointError(f"{place}: fp8_e4m3 with qscheme {scheme!r} is not read")
+                raise CheckpointDialect(f"{place}: fp8_e4m3 with qscheme {scheme!r} is not read")
             square = (
                 (size[0], size[1]) if isinstance(size, list) and len(size) == 2 and all(type(b) is int and b > 0 for b in size) else None
             )
@@ -98,7 +98,7 @@ class _Settings:
         if dtype == "mx":
             raise CheckpointError(f"{place}: dtype 'mx' is Quark's legacy packing of 17 bytes for 32 values; export it again as fp4")
         if dtype != "fp4":
-            raise CheckpointError(f"{place}: weight dtype {dtype!r} is not read; need fp4 or fp8_e4m3")
+            raise CheckpointDialect(f"{place}: weight dtype {dtype!r} is not read; need fp4 or fp8_e4m3")
         if scheme != "per_group":
             raise CheckpointError(f"{place}: fp4 with qscheme {scheme!r}; need per_group")
         two_level = len(weights) == 2 and weights[1].get("dtype") == "fp8_e4m3"

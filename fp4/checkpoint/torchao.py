@@ -11,7 +11,7 @@ from fp4.checkpoint.base import Plan
 from fp4.checkpoint.config import Config, mapping
 from fp4.checkpoint.index import Store
 from fp4.checkpoint.record import Record
-from fp4.errors import CheckpointError
+from fp4.errors import CheckpointDialect, CheckpointError
 
 __all__ = ["TorchAO"]
 
@@ -59,7 +59,7 @@ class TorchAO:
         entries, kind = plan.store.entries, value["_type"]
         where = f"{plan.place}: tensor {name!r} ({kind})"
         if kind not in ("NVFP4Tensor", "MXTensor"):
-            raise CheckpointError(f"{where}: this subclass is not read; need NVFP4Tensor or MXTensor")
+            raise CheckpointDialect(f"{where}: this subclass is not read; need NVFP4Tensor or MXTensor")
         data = mapping(value.get("_data"), f"{where} _data")
         unknown = sorted(set(data) - _DATA_KEYS)
         if unknown and not plan.trust_tensors:
@@ -83,7 +83,7 @@ class TorchAO:
             element = str(mapping(data.get("elem_dtype"), f"{where} elem_dtype").get("_data"))
             known = {"float4_e2m1fn_x2": formats.MXFP4, "float8_e4m3fn": formats.MXFP8}
             if element not in known:
-                raise CheckpointError(f"{where}: elem_dtype {element!r} is not read; need {' or '.join(known)}")
+                raise CheckpointDialect(f"{where}: elem_dtype {element!r} is not read; need {' or '.join(known)}")
             fmt = known[element]
         if data.get("block_size") != fmt.block:
             raise CheckpointError(f"{where}: block_size is {data.get('block_size')!r}; {fmt} has {fmt.block}")

@@ -95,7 +95,8 @@ def prepare_moe(
     Expert parallel: ``local_experts = (start, stop)`` keeps that range of the given experts; with ``num_experts`` the tensors are
     already the local ones. Top-k ids stay global and ids outside the range contribute zero. Tensor parallel: ``tp = (rank, size)``
     takes that shard of i (gate and up separately, K between blocks, ``bias2`` on rank 0 only). ``act``, ``act_dtype``, ``out_dtype`` and
-    ``extras_applied`` as in ``prepare``; ``topk``: ids a token that calls will have, for the choice.
+    ``extras_applied`` as in ``prepare``; ``topk``: ids a token that calls will have, for the choice. Raises FormatMismatch for tensors
+    that are no such layer, LayoutMismatch for a ``gate_up`` that contradicts w13's own, Unsupported with every backend's reason.
     """
     from fp4.ref import activation as activations
 

@@ -32,10 +32,12 @@ class Capability(tuple[int, int]):
 
     @property
     def major(self) -> int:
+        """9 of 9.0."""
         return self[0]
 
     @property
     def minor(self) -> int:
+        """0 of 9.0."""
         return self[1]
 
     def _refuse(self, other: object) -> NoReturn:
@@ -132,11 +134,13 @@ class Device:
         return torch.device("meta") if self.index is None else torch.device("cuda", self.index)
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values that ``from_json`` reads back."""
         cc = None if self.cc is None else list(self.cc)
         return {"kind": self.kind, "cc": cc, "name": self.name, "shared_memory": self.shared_memory, "sms": self.sms}
 
     @staticmethod
     def from_json(d: dict[str, Any]) -> Device:
+        """What ``to_json`` gave."""
         cc = None if d["cc"] is None else Capability(*d["cc"])
         return Device(d["kind"], cc, d["name"], d["shared_memory"], d["sms"])
 

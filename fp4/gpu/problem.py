@@ -97,6 +97,7 @@ class Problem:
 
     @staticmethod
     def from_json(d: dict[str, Any]) -> Problem:
+        """What ``to_json`` gave."""
         d = dict(d)
         d["device"] = Device.from_json(d["device"])
         for name in ("act_dtype", "out_dtype"):

@@ -40,10 +40,12 @@ class Stored:
     fill: int = 0
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values that ``from_json`` reads back."""
         return {f: getattr(self, f) for f in self.__dataclass_fields__}
 
     @staticmethod
     def from_json(d: dict[str, Any]) -> Stored:
+        """What ``to_json`` gave."""
         return Stored(**{**d, "shape": None if d["shape"] is None else tuple(d["shape"]), "encode": tuple(d["encode"])})
 
     def __str__(self) -> str:
