@@ -304,9 +304,11 @@ class Dense:
             maxnreg=launch.registers(nw + 4, per),  # the producer's warp takes the room of four
         )  # fmt: skip
         tiles = tiles_n * -(-m // bt)
-        blocks, cut = share(tiles, steps, per * launch.processors(self.device), row["CUT"], 8 * self.kt // bt)
+        most = min(8 * self.kt // bt, row.get("MOST", steps))
+        blocks, cut = share(tiles, steps, per * launch.processors(self.device), row["CUT"], most)
         parts = row.get("PARTS", steps)  # of a tile, that stay together; as many as divide its steps
         unit = steps // next(p for p in range(min(parts, steps), steps + 1) if steps % p == 0) if cut else steps
+        blocks = min(blocks, tiles * (steps // unit))
         counts = self._counters(row, m, tiles_n) if row["CUT"] else 0
         px = self._permute(counts, 1 if nat else None)
         alpha = self._alpha[half].data_ptr()
