@@ -347,7 +347,10 @@ def test_zero_blocks_keep_the_sign_of_zero_and_bytes() -> None:
         (lambda: fp4.quantize(torch.zeros(2, 64), global_scale="per_expert"), "need a multiplier, None, or 'per_expert'"),
         (lambda: fp4.quantize(torch.zeros(3, 2, 64), global_scale=torch.ones(2)), r"need \[\] or one value an expert, \[3\]"),
         (lambda: fp4.dequantize(torch.zeros(2, 64)), "got Tensor; need a QuantizedTensor"),
-        (lambda: fp4.dequantize(fp4.quantize(torch.zeros(2, 64)), torch.int8), "need torch.float32, torch.bfloat16 or torch.float16"),
+        (
+            lambda: fp4.dequantize(fp4.quantize(torch.zeros(2, 64)), torch.int8),
+            "need torch.float32, torch.float64, torch.bfloat16 or torch.float16",
+        ),
         (lambda: fp4.to_layout([1], "sf_128x4"), "got list; need a byte tensor"),
         (lambda: fp4.to_layout(torch.zeros(128, 4), "sf_128x4"), "need raw bytes"),
     ],
