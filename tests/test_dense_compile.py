@@ -49,9 +49,9 @@ if arch >= 89:
 if arch == 90:
     from fp4.gpu.kernels.small_fp8 import small_fp8
     from fp4.gpu.kernels.wide_m import permute_x, wide_m
-    for mt, mr, wn, u, d, xs, cvt in ((8, 1, 1, 4, 1, 2, False), (16, 16, 1, 2, 1, 0, True), (32, 32, 2, 2, 2, 4, True)):
+    for mt, mr, wn, u, d, xs in ((8, 1, 1, 4, 1, 2), (16, 16, 1, 2, 1, 0), (32, 32, 2, 2, 2, 4)):
         launch.build(small_fp8, sig8 | dict(x_ptr="*i32") | i("M N"), dict(KT=17, HAS_BIAS=True, EVEN_N=False, WK=4, WN=wn, R=1, U=u, MT=mt,
-            MR=mr, D=d, XS=xs, CVT=cvt), num_warps=4 * wn, target=target)
+            MR=mr, D=d, XS=xs), num_warps=4 * wn, target=target)
     for kind, split in ((16, 1), (32, 2)):
         launch.build(wide_m, sig | more | i("M N KT oc"), dict(KIND=kind, ANY=False, HALF=False, HAS_BIAS=True, EVEN=False, BT=64, R=1, U=4,
             XS=6, GM=8, SPLIT=split, NW=4), num_warps=4, aligned=("N",), target=target)

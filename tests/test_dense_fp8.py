@@ -36,13 +36,11 @@ def decoded(word: np.ndarray, scale: np.ndarray, base: np.ndarray, p: int) -> li
     return [e4m3(o) for o in one]
 
 
-def halves(word: np.ndarray, scale: np.ndarray, base: np.ndarray, p: int, convert: bool) -> list[np.ndarray]:
+def halves(word: np.ndarray, scale: np.ndarray, base: np.ndarray, p: int) -> list[np.ndarray]:
     """The same as fp16, through the strings of ``small_fp8``: rows e = 0, 1, float64 [lanes, 4] in the order of columns."""
-    tables, string = (decode_fp8.TABLES, decode_fp8.WORD_CONVERTED) if convert else (decode_fp8.TABLES_HALF, decode_fp8.WORD_SPREAD)
-    t = ptx_model.run(tables, {8: scale, 9: base}, 8, wide=True)
-    got = ptx_model.run(string, {8: word, 9: t[2 * p], 10: t[2 * p + 1], 11: t[4 + 2 * p], 12: t[5 + 2 * p]}, 8)
-    order = [0, 1, 2, 3] if convert else [0, 2, 1, 3]
-    return [np.stack([ptx_model.to_float(got[4 * e + i], True) for i in order], -1) for e in range(2)]
+    t = ptx_model.run(decode_fp8.TABLES, {8: scale, 9: base}, 8, wide=True)
+    got = ptx_model.run(decode_fp8.WORD_FP16, {8: word, 9: t[2 * p], 10: t[2 * p + 1], 11: t[4 + 2 * p], 12: t[5 + 2 * p]}, 8)
+    return [np.stack([ptx_model.to_float(got[4 * e + i], True) for i in range(4)], -1) for e in range(2)]
 
 
 @pytest.mark.parametrize("base", [11, 120, 254])
@@ -68,7 +66,7 @@ def test_weights_become_e4m3_exactly(base):
             for no, tile, t, k in ((0, 0, 0, 4), (0, 1, 2, 100), (1, 0, 0, 4)):
                 word, lanes = w[no, tile, :, t, 1], np.full(8, base * 0x01010101, np.uint32)
                 args = word.copy(), s[no, :, t // 2, 0].copy(), lanes, tile
-                for rows in (decoded(*args), halves(*args, True), halves(*args, False)):
+                for rows in (decoded(*args), halves(*args)):
                     for e, got in enumerate(rows):
                         want = E2M1[codes[16 * no + 8 * e + np.arange(8), k : k + 4]] * 2.0 ** (6 - (d1 if e else d0))
                         np.testing.assert_array_equal(got, want)
@@ -84,19 +82,17 @@ def test_one_binade_more_would_not_be_exact():
         assert (got == 0.5 * 2.0 ** (6 - d)).all() == (d == decode_fp8.SPAN)
     for byte in range(121):
         args = half * 0, np.full(1, byte * 0x01010101, np.uint32), base, 1
-        assert all((o == 0).all() for o in (*decoded(*args), *halves(*args, True), *halves(*args, False)))
+        assert all((o == 0).all() for o in (*decoded(*args), *halves(*args)))
 
 
-@pytest.mark.parametrize("convert", [True, False])
-def test_x_becomes_fp16_in_the_order_of_the_weights(convert):
+def test_x_becomes_fp16_in_the_order_of_the_weights():
     byte = np.arange(256, dtype=np.uint32)
     nan = (byte & 0x7F) == 0x7F
     byte = byte[~nan]
     columns = [byte, byte[::-1], np.roll(byte, 5), np.roll(byte, 77)]
     word = sum(c << np.uint32(8 * i) for i, c in enumerate(columns))
-    got = ptx_model.run(decode_fp8.X_CONVERTED if convert else decode_fp8.X_SPREAD, {4: word}, 4)
-    want = e4m3(word)[:, [0, 1, 2, 3] if convert else [0, 2, 1, 3]]
-    np.testing.assert_array_equal(np.stack([ptx_model.to_float(o, True) for o in got], -1), want)
+    got = ptx_model.run(decode_fp8.X_FP16, {4: word}, 4)
+    np.testing.assert_array_equal(np.stack([ptx_model.to_float(o, True) for o in got], -1), e4m3(word))
 
 
 def test_the_layout_is_the_one_of_w4a16_with_other_bits():

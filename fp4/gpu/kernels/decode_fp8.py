@@ -13,8 +13,6 @@ A register of four e4m3 is one of the A operand of m64nNk32: adjacent codes of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import triton.language as tl
 
 #: binades below the largest scale of a row that stay exact
@@ -26,22 +24,16 @@ BASE = 133
 _LOW, _HIGH, _LOW_STEP, _HIGH_STEP = 0x6C686000, 0x7C787470, 0x08080800, 0x08080808
 
 
-def _tables(low: int, high: int, low_step: int, high_step: int) -> str:
-    return (
-        "{ .reg .b32 d,t; sub.u32 d,$9,$8;"
-        + "".join(
-            f"prmt.b32 t,d,0,0x444{i}; mad.lo.u32 ${2 * i},t,{hex(2**32 - low_step)},{hex(low)};"
-            f"mad.lo.u32 ${2 * i + 1},t,{hex(2**32 - high_step)},{hex(high)};"
-            for i in range(4)
-        )
-        + "}"
-    )
-
-
 #: $8 word of scale bytes (e, p), $9 bases of rows e = 0, 0, 1, 1 -> tables (low, high) of (e, p) = 00, 01, 10, 11
-TABLES = _tables(_LOW, _HIGH, _LOW_STEP, _HIGH_STEP)
-#: the same with the upper bytes of fp16, whose lower ones are 0: such a byte is one of e5m2
-TABLES_HALF = _tables(0x56545000, 0x5E5C5A58, 0x04040400, 0x04040404)
+TABLES = (
+    "{ .reg .b32 d,t; sub.u32 d,$9,$8;"
+    + "".join(
+        f"prmt.b32 t,d,0,0x444{i}; mad.lo.u32 ${2 * i},t,{hex(2**32 - _LOW_STEP)},{hex(_LOW)};"
+        f"mad.lo.u32 ${2 * i + 1},t,{hex(2**32 - _HIGH_STEP)},{hex(_HIGH)};"
+        for i in range(4)
+    )
+    + "}"
+)
 TABLES_CONSTRAINTS = ",".join(["=&r"] * 8 + ["r"] * 2)
 
 
@@ -66,7 +58,7 @@ WORDS = (
 WORDS_CONSTRAINTS = ",".join(["=&r"] * 8 + ["r"] * 20)
 
 
-def _converted(four: str, out: int) -> str:
+def _fp16(four: str, out: int) -> str:
     """Four e4m3 of the register -> outputs out .. out + 3, fp16 (exact)."""
     return (
         f"mov.b32 {{x,y}},{four}; cvt.rn.f16x2.e4m3x2 t,x; mov.b32 {{${out},${out + 1}}},t;"
@@ -74,23 +66,14 @@ def _converted(four: str, out: int) -> str:
     )
 
 
-def _spread(four: str, out: int) -> str:
-    """Four upper bytes of fp16 -> outputs out .. out + 3 in the order 0, 2, 1, 3."""
-    return f"prmt.b32 t,{four},0,0x2404; mov.b32 {{${out},${out + 1}}},t; and.b32 t,{four},0xFF00FF00; mov.b32 {{${out + 2},${out + 3}}},t;"
-
-
-def _wide_word(spread: Callable[[str, int], str]) -> str:
-    word = _word("o", "p", "$8", ("$9", "$10", "$11", "$12"))
-    return "{ .reg .b32 t,u,v,o,p; .reg .b16 x,y;" + word + spread("o", 0) + spread("p", 4) + "}"
-
-
-#: one word $8, tables $9..$12 -> $0..$7: its weights as fp16, rows e = 0, 1, columns in order; by TABLES_HALF in the order 0, 2, 1, 3
-WORD_CONVERTED, WORD_SPREAD = _wide_word(_converted), _wide_word(_spread)
-WORD_16_CONSTRAINTS = ",".join(["=&h"] * 8 + ["r"] * 5)
-#: four e4m3 $4 -> $0..$3, fp16, in these two orders
-X_CONVERTED = "{ .reg .b32 t; .reg .b16 x,y;" + _converted("$4", 0) + "}"
-X_SPREAD = "{ .reg .b32 t,u; .reg .b16 x,y; prmt.b32 u,$4,0,0x3120;" + _converted("u", 0) + "}"
-X_16_CONSTRAINTS = ",".join(["=&h"] * 4 + ["r"])
+#: one word $8, tables $9..$12 -> $0..$7: its weights as fp16, rows e = 0, 1, columns in order
+WORD_FP16 = (
+    "{ .reg .b32 t,u,v,o,p; .reg .b16 x,y;" + _word("o", "p", "$8", ("$9", "$10", "$11", "$12")) + _fp16("o", 0) + _fp16("p", 4) + "}"
+)
+WORD_FP16_CONSTRAINTS = ",".join(["=&h"] * 8 + ["r"] * 5)
+#: four e4m3 $4 -> $0..$3, fp16, in order
+X_FP16 = "{ .reg .b32 t; .reg .b16 x,y;" + _fp16("$4", 0) + "}"
+X_FP16_CONSTRAINTS = ",".join(["=&h"] * 4 + ["r"])
 
 T8 = tl.constexpr(TABLES)
 T8C = tl.constexpr(TABLES_CONSTRAINTS)

@@ -16,8 +16,7 @@ from fp4.gpu.kernels.dense import _STEPS, _TYPES, _X_BYTES, _raw_stream, table
 
 
 class Few(NamedTuple):
-    """Constants of ``small_fp8`` for at most MT rows of x; ONE: for one; XS: slots of x in shared memory, at most
-    what k needs; CVT: weights by conversions."""
+    """Constants of ``small_fp8`` for at most MT rows of x; ONE: for one; XS: slots of x in shared memory, at most what k needs."""
 
     MT: int
     WK: int
@@ -27,7 +26,6 @@ class Few(NamedTuple):
     D: int
     XS: int
     ONE: bool = False
-    CVT: bool = False
 
 
 class Specialised(NamedTuple):
@@ -168,13 +166,13 @@ class Dense8:
     def _plan_few(self, row: Few, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         from fp4.gpu.kernels.small_fp8 import small_fp8
 
-        mt, wk, wn, r, u, d, xs, one, cvt = row
+        mt, wk, wn, r, u, d, xs, one = row
         held, bn = 1 if one and xs else mt, 16 * r * wn
         slot = held * wk * u * 64
         xs = min(xs, -(-self.kt // (wk * u)), max(2, _X_BYTES // slot))
         constants = {
             "KT": self.kt, "HAS_BIAS": bias is not None, "EVEN_N": self.n % bn == 0, "WK": wk, "WN": wn, "R": r, "U": u, "MT": mt,
-            "MR": held, "D": d, "XS": xs, "CVT": bool(cvt),
+            "MR": held, "D": d, "XS": xs,
         }  # fmt: skip
         signature = {
             "x_ptr": "*i32", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",

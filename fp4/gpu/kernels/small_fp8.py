@@ -1,9 +1,8 @@
 """W4A8 for few rows of x (decode): ``small_m`` on e4m3 x and the tables of ``decode_fp8``, products by 16-bit MMAs.
 
-An e4m3 value is one of fp16, so weights and x become fp16 exactly, and the fp32 sums round less than an fp8 MMA's. Of a weight only the
-upper byte is not 0: the tables hold it, and a prmt puts two of them in a register (or, CVT, the tables hold e4m3 and a conversion does).
-11 instructions for 8 codes; a scale costs nothing more, it is in the tables. Words (``frag_w8``) and scales go from device
-memory straight to fragments, D steps ahead of use and before x is there; the WK partial sums of a block meet in shared memory.
+An e4m3 value is one of fp16, so weights and x become fp16 exactly, two at a time by a conversion, and the fp32 sums round less than an fp8
+MMA's. 11 instructions for 8 codes; a scale costs nothing more, it is in the tables. Words (``frag_w8``) and scales go from device memory
+straight to fragments, D steps ahead of use and before x is there; the WK partial sums of a block meet in shared memory.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ from fp4.gpu.kernels.pdl import gl_wait
 from fp4.gpu.kernels.small_m import _load
 
 TABLES = gl.constexpr(_d.TABLES)
-TABLES_HALF = gl.constexpr(_d.TABLES_HALF)
 TABLES_C = gl.constexpr(_d.TABLES_CONSTRAINTS)
-WORD_CONVERTED = gl.constexpr(_d.WORD_CONVERTED)
-WORD_SPREAD = gl.constexpr(_d.WORD_SPREAD)
-WORD_C = gl.constexpr(_d.WORD_16_CONSTRAINTS)
-X_CONVERTED = gl.constexpr(_d.X_CONVERTED)
-X_SPREAD = gl.constexpr(_d.X_SPREAD)
-X_C = gl.constexpr(_d.X_16_CONSTRAINTS)
+WORD = gl.constexpr(_d.WORD_FP16)
+WORD_C = gl.constexpr(_d.WORD_FP16_CONSTRAINTS)
+X = gl.constexpr(_d.X_FP16)
+X_C = gl.constexpr(_d.X_FP16_CONSTRAINTS)
 I8 = gl.constexpr((gl.int32,) * 8)
 
 
@@ -38,17 +34,15 @@ def _each_word(p0, p1, like, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr
 
 
 @gluon.jit
-def _operand_a(a, s, base, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, CVT: gl.constexpr, DOA: gl.constexpr):
+def _operand_a(a, s, base, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr, DOA: gl.constexpr):
     """a: i32 [WK, WN, R*U*128] words, s, base: i32 [WK, WN, R*U*16] -> fp16 [WK, R*WN*16, U*64]; k runs (u, s, h, t, l)."""
-    T: gl.constexpr = TABLES if CVT else TABLES_HALF
-    W: gl.constexpr = WORD_CONVERTED if CVT else WORD_SPREAD
-    a0, b0, a1, b1, c0, d0, c1, d1 = gl.inline_asm_elementwise(T, TABLES_C, [s, base], dtype=I8, is_pure=True, pack=1)
+    a0, b0, a1, b1, c0, d0, c1, d1 = gl.inline_asm_elementwise(TABLES, TABLES_C, [s, base], dtype=I8, is_pure=True, pack=1)
     w = a.reshape([WK, WN, R, U, 32, 4])
     t = [
         w, _each_word(a0, a1, w, WK, WN, R, U), _each_word(b0, b1, w, WK, WN, R, U), _each_word(c0, c1, w, WK, WN, R, U),
         _each_word(d0, d1, w, WK, WN, R, U),
     ]  # fmt: skip
-    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(W, WORD_C, t, dtype=H8, is_pure=True, pack=1)
+    o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(WORD, WORD_C, t, dtype=H8, is_pure=True, pack=1)
     o = gl.join(gl.join(gl.join(o0, o4), gl.join(o2, o6)), gl.join(gl.join(o1, o5), gl.join(o3, o7)))
     # WK WN R U g t s e h l -> WK R WN e g U s h t l
     o = o.reshape([WK, WN, R, U, 8, 4, 4, 2, 2, 2]).permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([WK, R * WN * 16, U * 64])
@@ -56,9 +50,8 @@ def _operand_a(a, s, base, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, 
 
 
 @gluon.jit
-def _operand_b(x, WK: gl.constexpr, MR: gl.constexpr, U: gl.constexpr, CVT: gl.constexpr):
+def _operand_b(x, WK: gl.constexpr, MR: gl.constexpr, U: gl.constexpr):
     """x: i32 [WK, MR, U*16] words of four e4m3 -> fp16 [WK, U*64, MR] in the same order of k."""
-    X: gl.constexpr = X_CONVERTED if CVT else X_SPREAD
     o0, o1, o2, o3 = gl.inline_asm_elementwise(X, X_C, [x], dtype=H4, is_pure=True, pack=1)
     o = gl.join(gl.join(o0, o2), gl.join(o1, o3))
     return o.reshape([WK, MR, U, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1]).reshape([WK, U * 64, MR])
@@ -68,7 +61,7 @@ def _operand_b(x, WK: gl.constexpr, MR: gl.constexpr, U: gl.constexpr, CVT: gl.c
 def small_fp8(
     x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, base_ptr, ws_ptr, M, N,
     KT: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_N: gl.constexpr, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr,
-    MT: gl.constexpr, MR: gl.constexpr, D: gl.constexpr, XS: gl.constexpr, CVT: gl.constexpr,
+    MT: gl.constexpr, MR: gl.constexpr, D: gl.constexpr, XS: gl.constexpr,
 ):  # fmt: skip
     """x_ptr: i32 words of e4m3 x [M, KT * 64] in the order of k; MR: rows of x in shared memory (1, or MT); XS: slots of its ring, 0: x by
     global loads. xs: f32 [M]; base: i32 [NT, 8], ws: f32 [NT * 16] as in ``ws_fp8``. Grid (ceil(N / (16 R WN)),); D is 1 or 2.
@@ -160,11 +153,11 @@ def small_fp8(
                     cp_async(sx.index((i + XS - 1) % XS), xp + at, mask=(at + kx < KT * 16) & (mx >= 0))
                 cp_commit()
         if XS != 0 and MR == 1:
-            one = _operand_b(x.reshape([WK, 1, U * 16]), WK, 1, U, CVT)
+            one = _operand_b(x.reshape([WK, 1, U * 16]), WK, 1, U)
             b, _ = gl.broadcast(gl.convert_layout(one, DOB, assert_trivial=True), gl.zeros([WK, U * 64, MT], gl.float16, DOB))
         else:
-            b = gl.convert_layout(_operand_b(x.reshape([WK, MT, U * 16]), WK, MT, U, CVT), DOB, assert_trivial=True)
-        acc = mma_v2(_operand_a(a0, s0, base, WK, WN, R, U, CVT, DOA), b, acc)
+            b = gl.convert_layout(_operand_b(x.reshape([WK, MT, U * 16]), WK, MT, U), DOB, assert_trivial=True)
+        acc = mma_v2(_operand_a(a0, s0, base, WK, WN, R, U, DOA), b, acc)
         if D == 1:
             a0 = a3
             s0 = s3

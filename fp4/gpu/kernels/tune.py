@@ -40,8 +40,8 @@ def _tiles(gm: int, help_x: int = 0, bt: int = 256, xs: int = 5, nat: int = 0) -
     return {"kernel": "tiles", "BT": bt, "R": 1, "XS": xs, "NW": 8, "GM": gm, "HELP": help_x, "PDL": 1, "NAT": nat}
 
 
-def _few8(mt: int, wk: int, wn: int, r: int, u: int, d: int, xs: int, one: int = 0, cvt: int = 1) -> Row:
-    return {"kernel": "small", "MT": mt, "WK": wk, "WN": wn, "R": r, "U": u, "D": d, "XS": xs, "ONE": one, "CVT": cvt}
+def _few8(mt: int, wk: int, wn: int, r: int, u: int, d: int, xs: int, one: int = 0) -> Row:
+    return {"kernel": "small", "MT": mt, "WK": wk, "WN": wn, "R": r, "U": u, "D": d, "XS": xs, "ONE": one}
 
 
 def _ws8(
