@@ -45,6 +45,22 @@ def test_warmup_reaches_every_kernel(built, n, k, block):
         assert set(built) <= warm, (m, d.choose(m), set(built) - warm)
 
 
+@pytest.mark.skipif(launch.gluon_reason() is not None, reason="the Hopper kernels need Gluon")
+@pytest.mark.parametrize("n", [1 << 23, (1 << 23) + 16, 1 << 26])
+def test_offsets_inside_a_tile_fit_32_bits(n, monkeypatch):
+    """ws_m and ws_fp8 add rows of x times n to a pointer as 32-bit numbers; for more rows of W there are kernels that do not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    d = dense.Dense(NONE, NONE, None, n, 32, 32, {"low": 116, "high": 123, "any": False, "fp16": True})
+    for m in (1, 17, 33, 64, 65, 128, 129, 256, 300, 1024, 5000):
+        row = d.choose(m)
+        assert row["kernel"] not in ("ws", "tiles") or (row["BT"] - 1) * n + 256 < 1 << 31
+    assert (d.choose(300)["kernel"] == "ws") == (n == 1 << 23)
+    if n < 1 << 24:
+        eight = dense_fp8.Dense8(NONE, NONE, torch.zeros(n, dtype=torch.uint8), None, n, 32)
+        assert all(not isinstance(r, dense_fp8.Specialised) or (r.BT - 1) * n + 256 < 1 << 31 for _, _, r in eight._table)
+        assert eight.wide == (n == 1 << 23)
+
+
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_rows_fit_their_shape(n, k, block):

@@ -258,6 +258,16 @@ def test_compilations_are_counted_on_the_device() -> None:
     assert sum(len(cache[0]) for cache in permute._permute_kernel.device_caches.values()) == before
 
 
+@pytest.mark.parametrize("name", ["frag_w", "frag_w8", "cpu_amx_w"])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_codes_that_move_one_by_one_have_64_bit_offsets_from_2_31_codes_on(name: str, inverse: bool) -> None:
+    """Fewer bytes than 2^31, but offsets count codes: two a byte where an address is no multiple of four, whole words elsewhere."""
+    for rows, many in ((2**18 - 64, False), (2**18, True)):
+        by_codes, by_words = (permute.arguments(fp4.layouts[name], (rows, 4096), align, inverse).constants for align in (1, 16))
+        assert (by_codes["NIBBLE"], by_words["NIBBLE"]) == (1, 0)
+        assert (by_codes["WIDE"], by_words["WIDE"]) == (many, False)
+
+
 @pytest.mark.gpu
 def test_more_than_2_31_bytes_on_the_device() -> None:
     layout = fp4.layouts["sf_128x4"]

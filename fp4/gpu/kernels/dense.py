@@ -27,6 +27,8 @@ WORKSPACE = 128 << 20
 _X_BYTES = 96 << 10
 #: unrolled k steps of small_m at most; longer k goes to the next row of the table
 _STEPS = 40
+#: rows of W at most for the Hopper kernels: ``ws_m`` and ``ws_fp8`` have 32-bit offsets inside a tile of y, of 256 rows of x
+N_HOPPER = (1 << 31) // 256
 #: device index -> cudaStream_t of the current stream; absent in builds of torch without CUDA
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 #: index of the current device, without the check for an initialised CUDA: a bound weight is on a GPU already
@@ -80,11 +82,11 @@ def window(block: int, about: dict[str, Any], half: bool) -> frag.Window:
     return frag.ue8m0_window(about["low"], about["high"], about["any"], half)
 
 
-def _which(device: torch.device) -> str:
-    """The part of the table for a device and the installed Triton."""
+def _which(device: torch.device, n: int) -> str:
+    """The part of the table for a device, the installed Triton and n rows of W."""
     if launch.gluon_reason() is not None:
         return "plain"
-    return "sm90" if torch.cuda.get_device_capability(device) == (9, 0) else "default"
+    return "sm90" if torch.cuda.get_device_capability(device) == (9, 0) and n <= N_HOPPER else "default"
 
 
 class Dense:
@@ -120,7 +122,7 @@ class Dense:
             self._windows[True] = window(block, about, True)
         self.alpha = {h: w.alpha * second for h, w in self._windows.items()}
         self._alpha = {h: torch.tensor([a], dtype=torch.float32, device=self.device) for h, a in self.alpha.items()}
-        self._rows = table()[rows or _which(self.device)]
+        self._rows = table()[rows or _which(self.device, n)]
         self._plans: dict[Any, Any] = {}
 
     # ---- choice --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from fp4.gpu.kernels import launch
 from fp4.gpu.kernels.decode_fp8 import BASE
-from fp4.gpu.kernels.dense import _STEPS, _TYPES, _X_BYTES, _raw_stream, table
+from fp4.gpu.kernels.dense import _STEPS, _TYPES, _X_BYTES, N_HOPPER, _raw_stream, table
 
 
 class Few(NamedTuple):
@@ -126,7 +126,7 @@ class Dense8:
         rows[:n] = torch.ldexp(torch.ones(n, dtype=torch.float64, device=base.device), base.to(torch.int32) - BASE) * second
         self.ws = rows.to(torch.float32).to(self.device)
         self._index = self.device.index or 0
-        self.wide = _wide(self.device) if wide is None else wide
+        self.wide = _wide(self.device) and n <= N_HOPPER if wide is None else wide
         self._table: Any = hopper_table() if self.wide else _PLAIN
         self._build: Any = self._plan if self.wide else self._plan_plain
         self._plans: dict[Any, Any] = {}
@@ -273,7 +273,7 @@ class Dense8:
             yp = y.data_ptr()
             space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
             x8, scales = quantize(x, space, m, stream)
-            kernel(tiles_n, -(-m // bm), stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, base, ws, m, *sizes)
+            kernel(tiles_n * -(-m // bm), 1, stream, x8, scales, w, s, yp if b is None else b.data_ptr(), yp, base, ws, m, *sizes)
 
         return run
 

@@ -340,7 +340,7 @@ def arguments(layout: Layout, shape: tuple[int, ...], align: int, inverse: bool,
         "VEC_R": vec_r,
         "VEC_CO": vec_co,
         "VEC_S": vec_s,
-        "WIDE": max(g.prows * padded, shape[-2] * columns) >= 2**31,
+        "WIDE": max(g.prows * padded, shape[-2] * columns) << p.nibble >= 2**31,  # offsets count nibbles where those move
         "INVERT": inverse,
     }
     numbers = (shape[-2], columns // p.item // vec_c, ro // vec_r, co // vec_co, n_row, n_col, stored // vec_s)

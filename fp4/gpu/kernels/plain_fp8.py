@@ -124,11 +124,15 @@ def dense_fp8_plain(
 ):  # fmt: skip
     """y[m, n] = xs[m] ws[n] sum_k x8[m, k] w8[n, k] (+ bias[n]). x: e4m3 [M, KT * 64]; a CTA owns BM rows of x and R * 16 of W; U % 4 == 0.
 
+    Grid (tiles of N times tiles of M,): a second dimension ends at 65,535 blocks, which is 8 million rows of x.
+
     base: i32 [NT, 8] words of the largest scale bytes of rows g, g, g + 8, g + 8; ws: f32 [NT * 16] row scales; xs: f32 [M]. One sum
     over U * 64 columns is one dot; sums of dots are fp32 adds.
     """
-    rt = tl.program_id(0) * R
-    m = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
+    tiles_n = (NT + R - 1) // R
+    pm = tl.program_id(0) // tiles_n
+    rt = (tl.program_id(0) - pm * tiles_n) * R
+    m = pm.to(tl.int64) * BM + tl.arange(0, BM)
     kk = tl.arange(0, U * 64)
     n = rt * 16 + tl.arange(0, R * 16)
     r = tl.arange(0, R)[:, None, None, None, None]
@@ -157,7 +161,9 @@ def dense_fp8_plain(
         o = tl.join(tl.join(o, o >> 16), tl.join(o >> 8, o >> 24)).to(tl.int8).to(tl.float8e4nv, bitcast=True)  # .. e j1 j0
         w = o.permute([0, 5, 2, 1, 3, 4, 6, 7]).reshape([R * 16, U * 64])
         acc += tl.dot(x, tl.trans(w))
-    acc *= tl.load(xs_ptr + m, mask=m < M, other=0.0)[:, None] * tl.load(ws_ptr + n, mask=n < N, other=0.0)[None, :]
+    # in this order: the product of the two scales can leave the range of fp32 where y does not
+    acc *= tl.load(ws_ptr + n, mask=n < N, other=0.0)[None, :]
+    acc *= tl.load(xs_ptr + m, mask=m < M, other=0.0)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + m[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
