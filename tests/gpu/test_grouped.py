@@ -187,6 +187,14 @@ def test_nan_and_infinity_stay_in_their_rows(mx, plan):
     assert torch.equal(y[rest], clean[rest])
 
 
+@few("one")
+def test_one_block_of_k(plan):
+    """Both products have one scale block of k, far less than a kernel's step."""
+    for fmt in (MXFP4, NVFP4):
+        layer = Layer(fmt, e=4, h=fmt.block, i=fmt.block, act=SiLU(), order="gate_up")
+        layer.check(*layer.inputs(40, 2), plan=plan)
+
+
 @some()
 def test_runs_are_equal(mx, plan):
     x, ids, p = mx.inputs(120, 4)
