@@ -26,7 +26,7 @@ def keep(fn, signature, constants, **how):
     return made[-1][0]
 launch.build = keep
 launch.Kernel.__call__ = lambda self, *args: calls.append(args)
-dense._raw_stream = lambda index: 0
+launch.raw_stream = lambda index: 0
 
 def run(row, n, k, m, block, half=False, bias=False, processors=2, special=False):
     launch.processors = lambda device: processors

@@ -1,4 +1,4 @@
-"""W4A16 dense products on one stored weight: which kernel for how many rows of x, and one cheap launch.
+"""W4A16 dense products on one stored weight: which kernel for how many rows of x, by a plan that is made once (``dense_plans``).
 
 The ``triton`` backend uses four things: ``reason`` (can we serve this?), ``LAYOUT`` (how codes and scales are stored), ``facts`` (what
 prepare must know about the scale bytes) and ``Dense`` (bound arrays, callable). A weight's bytes are codes and raw scale bytes in
@@ -20,17 +20,10 @@ from fp4.gpu.kernels import frag, launch
 #: block size -> storage layout of "codes" and "scale"
 LAYOUT = {16: ("frag_w", "frag_sf16"), 32: ("frag_w", "frag_sf32")}
 ACT_DTYPES = (torch.bfloat16, torch.float16)
-_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-#: bytes of bf16 weights that the dequantising route holds at a time
-WORKSPACE = 128 << 20
-#: shared memory that small_m holds x in at most
-_X_BYTES = 96 << 10
 #: unrolled k steps of small_m at most; longer k goes to the next row of the table
-_STEPS = 40
+STEPS = 40
 #: rows of W at most for the Hopper kernels: ``ws_m`` and ``ws_fp8`` have 32-bit offsets inside a tile of y, of 256 rows of x
 N_HOPPER = (1 << 31) // 256
-#: device index -> cudaStream_t of the current stream; absent in builds of torch without CUDA
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 #: index of the current device, without the check for an initialised CUDA: a bound weight is on a GPU already
 _current: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 #: a third faster than torch.empty, which has more ways to say a size
@@ -134,7 +127,7 @@ class Dense:
                 continue
             if self.n < row["n_min"] or row.get("block", self.block) != self.block:
                 continue
-            if row["kernel"] == "small" and -(-self.kt // (row["WK"] * row["U"])) > _STEPS:
+            if row["kernel"] == "small" and -(-self.kt // (row["WK"] * row["U"])) > STEPS:
                 continue
             return row
         return self._rows[-1]
@@ -171,257 +164,13 @@ class Dense:
         total = both[: x.shape[0]] + both[x.shape[0] :]
         return y.copy_(total if bias is None else total + bias.float())
 
-    # ---- plans ---------------------------------------------------------------------------------------------------------------
-
     def _plan(self, m: int, half: bool, out: torch.dtype, bias: torch.Tensor | None, row: dict[str, Any] | None = None) -> Any:
+        """(x, bias, y, m) -> None by a row of the table (default: the one for m), for these types and the m of its class."""
+        from fp4.gpu.kernels import dense_plans
+
         row = row or self.choose(m)
-        build = {
-            "small": self._small, "wide": self._wide, "ws": self._ws, "tiles": self._tiles,
-            "plain": self._plain, "dequantize": self._dequantize,
-        }[row["kernel"]]  # fmt: skip
-        return build(row, m, half, out, "*fp32" if bias is None else _TYPES[bias.dtype], bias is not None)
-
-    def _common(self, half: bool, bias: bool) -> dict[str, Any]:
-        return {"KIND": self.block, "ANY": self.about["any"], "HALF": half, "HAS_BIAS": bias}
-
-    def _aligned(self, **sizes: int) -> tuple[str, ...]:
-        return tuple(name for name, value in sizes.items() if value % 16 == 0)
-
-    def _small(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels.small_m import small_m
-
-        wk, wn, r, u = (row[c] for c in ("WK", "WN", "R", "U"))
-        steps = -(-self.kt // (wk * u))
-        mt = max(8, 1 << (m - 1).bit_length())
-        xs = row["XS"]
-        held = 1 if m == 1 and xs else mt  # rows of x in a slot of wk * u tiles of 64 columns
-        slot = held * wk * u * 128
-        if xs == 99:  # all of x in shared memory, where it fits beside two more blocks
-            xs = steps if steps * slot <= _X_BYTES else 4
-        xs = min(xs, steps, max(2, _X_BYTES // slot))
-        if held == 1 and xs == steps:  # one copy brings all of it, of a power of two
-            whole = 1 << (steps - 1).bit_length()
-            xs = whole if whole * slot <= _X_BYTES else 4
-        constants = {
-            "K": self.k, **self._common(half, bias), "EVEN_N": self.n % (16 * r * wn) == 0, "WK": wk, "WN": wn, "R": r, "U": u,
-            "MT": mt, "MR": held, "D": row["D"], "XS": xs,
-        }  # fmt: skip
-        signature = {
-            "x_ptr": "*i32", "w_ptr": "*i32", "s_ptr": "*i64" if u >= 4 else "*i32", "alpha_ptr": "*fp32", "bias_ptr": bias_type,
-            "y_ptr": _TYPES[out], "M": "i32", "N": "i32", "oc": "i32",
-        }  # fmt: skip
-        kernel = launch.build(small_m, signature, constants, num_warps=wk * wn, aligned=self._aligned(N=self.n))
-        head = (self.codes.data_ptr(), self.scale.data_ptr(), self._alpha[half].data_ptr())
-        tail = launch.constants_in_order(small_m, constants)
-        n, oc, gx, index = self.n, self._windows[half].oc, -(-self.n // (16 * r * wn)), self._index
-        raw_stream = _raw_stream
-
-        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            yp = y.data_ptr()
-            kernel(gx, 1, raw_stream(index), x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, m, n, oc, *tail)
-
-        return run
-
-    def _permute(self, counts: int, tiles: int | None = None) -> Any:
-        """``permute_x``: (x, m, stream, address of the output, address of ``counts`` counters to zero) -> None.
-
-        tiles: how many tiles of 64 columns of each row are wanted, rounded up to 32; default all.
-        """
-        from fp4.gpu.kernels.wide_m import permute_x
-
-        block = min(32, 1 << (self.kt - 1).bit_length())
-        signature = {"x_ptr": "*i32", "o_ptr": "*i32", "count_ptr": "*i32", "words": "i32", "tiles": "i32"}
-        constants = {"B": block, "COUNTS": counts}
-        kernel = launch.build(permute_x, signature, constants, num_warps=4, aligned=self._aligned(words=self.k // 2))
-        columns, k, kt = -(-min(self.kt, tiles or self.kt) // block), self.k, self.kt
-
-        def run(x: torch.Tensor, m: int, stream: int, out: int, count: int) -> None:
-            kernel(m, columns, stream, x.data_ptr(), out, count, k // 2, kt, block, counts)
-
-        return run
-
-    def _counters(self, row: dict[str, Any], m: int, tiles_n: int) -> int:
-        """Counters that a cut product of the row's largest m needs: one kernel of ``permute_x`` for all its m."""
-        top = -(-max(m, row.get("m_max") or 0) // 64) * 64  # a plan serves the m of a class of 64
-        return 1 << int(tiles_n * -(-top // row["BT"]) - 1).bit_length()
-
-    def _wide(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels.wide_m import wide_m
-
-        bt, r, nw, split = row["BT"], row["R"], row["NW"], row["SPLIT"]
-        bn = r * nw * 16
-        tiles_n = -(-self.n // bn)
-        constants = {
-            **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % (row["U"] * split) == 0,
-            "BT": bt, "R": r, "U": row["U"], "XS": row["XS"], "GM": row["GM"], "SPLIT": split, "NW": nw,
-        }  # fmt: skip
-        signature = {
-            "x_ptr": _TYPES[torch.float16 if half else torch.bfloat16], "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32",
-            "bias_ptr": bias_type, "y_ptr": _TYPES[out], "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32",
-            "oc": "i32",
-        }  # fmt: skip
-        kernel = launch.build_ring(
-            wide_m, signature, constants, slot=bt * 128, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt),
-            pdl=bool(row.get("PDL")),
-        )  # fmt: skip
-        counts = 0 if split == 1 else self._counters(row, m, tiles_n)
-        px = self._permute(counts)
-        alpha = self._alpha[half].data_ptr()
-        head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
-        tail = launch.constants_in_order(wide_m, constants)
-        n, kt, oc, index, device = self.n, self.kt, self._windows[half].oc, self._index, self.device
-        raw_stream = _raw_stream
-
-        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            stream = raw_stream(index)
-            tiles = tiles_n * -(-m // bt)
-            words = m * kt * 32
-            space = _empty((words + (0 if split == 1 else split * m * n + counts),), (1,), dtype=torch.int32, device=device)
-            sp, yp = space.data_ptr(), y.data_ptr()
-            part, count = (alpha, alpha) if split == 1 else (sp + 4 * words, sp + 4 * (words + split * m * n))
-            px(x, m, stream, sp, count)
-            kernel(tiles, split, stream, sp, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, *tail)
-
-        return run
-
-    def _ws(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels.ws_m import share, ws_m
-
-        bt, u, sk, nw, per = row["BT"], row["U"], row["SK"], row["NW"], row["PER"]
-        nat = bool(row.get("NAT", 0))
-        bn = row["R"] * nw * 16
-        tiles_n, steps = -(-self.n // bn), -(-self.kt // u)
-        constants = {
-            **self._common(half, bias), "EVEN": self.n % bn == 0 and self.kt % u == 0, "BT": bt, "R": row["R"], "U": u, "SK": sk,
-            "XS": row["XS"], "NAT": nat, "NW": nw,
-        }  # fmt: skip
-        signature = {
-            "xd": launch.box_type("fp16" if half else "bf16", bt, 64), "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32",
-            "bias_ptr": bias_type, "y_ptr": _TYPES[out], "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32",
-            "oc": "i32", "unit": "i32",
-        }  # fmt: skip
-        kernel = launch.build_ring(
-            ws_m, signature, constants, slot=sk * bt * 128, per=per, num_warps=nw, aligned=self._aligned(N=self.n, KT=self.kt),
-            pdl=bool(row.get("PDL")) and not (nat and not row["CUT"]),
-            maxnreg=launch.registers(nw + 4, per),  # the producer's warp takes the room of four
-        )  # fmt: skip
-        tiles = tiles_n * -(-m // bt)
-        most = min(8 * self.kt // bt, row.get("MOST", steps))
-        blocks, cut = share(tiles, steps, per * launch.processors(self.device), row["CUT"], most)
-        parts = row.get("PARTS", steps)  # of a tile, that stay together; as many as divide its steps
-        unit = steps // next(p for p in range(min(parts, steps), steps + 1) if steps % p == 0) if cut else steps
-        blocks = min(blocks, tiles * (steps // unit))
-        counts = self._counters(row, m, tiles_n) if row["CUT"] else 0
-        px = self._permute(counts, 1 if nat else None)
-        alpha = self._alpha[half].data_ptr()
-        head = (self.codes.data_ptr(), self.scale.data_ptr(), alpha)
-        tail = launch.constants_in_order(ws_m, constants)
-        n, k, kt, oc, index, device = self.n, self.k, self.kt, self._windows[half].oc, self._index, self.device
-        sums = 2 * blocks * bn * bt if cut else 0
-
-        def run_natural(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            stream = _raw_stream(index)
-            xp, yp = x.data_ptr(), y.data_ptr()
-            part = count = xp
-            if counts:
-                space = _empty((sums + counts + 1024,), (1,), dtype=torch.int32, device=device)
-                part = space.data_ptr()
-                count = part + 4 * sums
-                px(x, 1, stream, count + 4 * counts, count)  # zeroes the counters
-            box = kernel.box(xp, m, k)
-            kernel(blocks, 1, stream, *box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
-
-        if nat:
-            return run_natural
-
-        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            stream = _raw_stream(index)
-            words = m * kt * 32
-            space = _empty((words + sums + counts,), (1,), dtype=torch.int32, device=device)
-            sp, yp = space.data_ptr(), y.data_ptr()
-            part, count = sp + 4 * words, sp + 4 * (words + sums)
-            px(x, m, stream, sp, count)
-            box = kernel.box(sp, m, kt * 64)
-            kernel(blocks, 1, stream, *box, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, unit, *tail)
-
-        return run
-
-    def _tiles(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels import dense_tiles
-
-        if out.itemsize == 2 and self.n % 8 == 0:
-            return dense_tiles.plan(self, row, m, half, out, bias_type, bias)
-        return self._ws({**row, "U": 2, "SK": 1, "XS": 6, "CUT": 0, "PER": 1, "NAT": 0}, m, half, out, bias_type, bias)
-
-    def _plain(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        from fp4.gpu.kernels.plain import dense_plain
-
-        bm, r = row["BM"], row["R"]
-        constants = {**self._common(half, bias), "BM": bm, "R": r, "U": row["U"]}
-        signature = {
-            "x_ptr": _TYPES[torch.float16 if half else torch.bfloat16], "w_ptr": "*i32", "s_ptr": "*i32", "alpha_ptr": "*fp32",
-            "bias_ptr": bias_type, "y_ptr": _TYPES[out], **dict.fromkeys(("M", "N", "K", "NT", "KT", "KB", "stride_xm", "oc"), "i32"),
-        }  # fmt: skip
-        kernel = launch.build(
-            dense_plain, signature, constants, num_warps=row["NW"], num_stages=2,
-            aligned=self._aligned(N=self.n, K=self.k, stride_xm=self.k),
-        )  # fmt: skip
-        head = (self.codes.data_ptr(), self.scale.data_ptr(), self._alpha[half].data_ptr())
-        sizes = (self.n, self.k, self.nt, self.kt, self.kb, self.k, self._windows[half].oc, *constants.values())
-        gx, index = -(-self.n // (16 * r)), self._index
-
-        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            yp = y.data_ptr()
-            stream = _raw_stream(index)
-            kernel(gx, -(-m // bm), stream, x.data_ptr(), *head, yp if b is None else b.data_ptr(), yp, m, *sizes)
-
-        return run
-
-    def _dequantize(self, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-        """Chunks of rows of W as 16-bit values in a workspace of at most WORKSPACE bytes, then a library product; alpha joins in fp32.
-
-        The table row's ROWS, if any: a smaller chunk, which stays in L2 between its two uses.
-
-        With a bias the product is kept in fp32 until the bias is in: the library's own bias path rounds twice.
-        """
-        rows = max(64, min(-(-self.n // 64) * 64, WORKSPACE // (2 * self.k) // 64 * 64, row.get("ROWS", self.n)))
-        to_16 = self._dequantizer(half)
-        alpha, dtype = self.alpha[half], torch.float16 if half else torch.bfloat16
-
-        def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            space = torch.empty((min(rows, self.n), self.k), dtype=dtype, device=self.device)
-            for first in range(0, self.n, rows):
-                count = min(rows, self.n - first)
-                w = space[:count]
-                to_16(w, first)
-                part = y[:, first : first + count]
-                bias_part = None if b is None else b[first : first + count]
-                if y.dtype is dtype and bias_part is None:
-                    torch.addmm(part, x, w.t(), beta=0, alpha=alpha, out=part)
-                else:
-                    acc = torch.mm(x, w.t(), out_dtype=torch.float32) * alpha
-                    part.copy_(acc if bias_part is None else acc + bias_part.float())
-
-        return run
-
-    def _dequantizer(self, half: bool) -> Any:
-        from fp4.gpu.kernels.plain import dequantize_tiles
-
-        r, u = 4, 4
-        constants = {"KIND": self.block, "ANY": self.about["any"], "HALF": half, "R": r, "U": u}
-        signature = {
-            "w_ptr": "*i32", "s_ptr": "*i32", "o_ptr": _TYPES[torch.float16 if half else torch.bfloat16],
-            **dict.fromkeys(("row0", "N", "K", "NT", "KT", "KB", "oc"), "i32"),
-        }  # fmt: skip
-        kernel = launch.build(dequantize_tiles, signature, constants, num_warps=4, aligned=self._aligned(K=self.k))
-        head = (self.codes.data_ptr(), self.scale.data_ptr())
-        sizes = (self.n, self.k, self.nt, self.kt, self.kb, self._windows[half].oc, *constants.values())
-
-        def to_16(out: torch.Tensor, first: int) -> None:
-            stream = _raw_stream(self._index)
-            kernel(-(-out.shape[0] // (16 * r)), -(-self.kt // u), stream, *head, out.data_ptr(), first, *sizes)
-
-        return to_16
+        bias_type = "*fp32" if bias is None else launch.TYPES[bias.dtype]
+        return dense_plans.BUILD[row["kernel"]](self, row, m, half, out, bias_type, bias is not None)
 
     # ---- preparation ---------------------------------------------------------------------------------------------------------
 

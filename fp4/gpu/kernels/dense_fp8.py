@@ -12,7 +12,8 @@ import torch
 
 from fp4.gpu.kernels import launch
 from fp4.gpu.kernels.decode_fp8 import BASE
-from fp4.gpu.kernels.dense import _STEPS, _TYPES, _X_BYTES, N_HOPPER, _raw_stream, table
+from fp4.gpu.kernels.dense import N_HOPPER, STEPS, table
+from fp4.gpu.kernels.dense_plans import X_BYTES
 
 
 class Few(NamedTuple):
@@ -158,7 +159,7 @@ class Dense8:
 
     def _fits(self, row: Any) -> bool:
         """small_fp8 has its steps of k one behind the other: no more of them than small_m."""
-        return not isinstance(row, Few) or -(-self.kt // (row.WK * row.U)) <= _STEPS
+        return not isinstance(row, Few) or -(-self.kt // (row.WK * row.U)) <= STEPS
 
     def _plan(self, row: Row, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
         return self._plan_few(row, act, out, bias) if isinstance(row, Few) else self._plan_ws(row, act, out, bias)
@@ -169,15 +170,15 @@ class Dense8:
         mt, wk, wn, r, u, d, xs, one = row
         held, bn = 1 if one and xs else mt, 16 * r * wn
         slot = held * wk * u * 64
-        xs = min(xs, -(-self.kt // (wk * u)), max(2, _X_BYTES // slot))
+        xs = min(xs, -(-self.kt // (wk * u)), max(2, X_BYTES // slot))
         constants = {
             "KT": self.kt, "HAS_BIAS": bias is not None, "EVEN_N": self.n % bn == 0, "WK": wk, "WN": wn, "R": r, "U": u, "MT": mt,
             "MR": held, "D": d, "XS": xs,
         }  # fmt: skip
         signature = {
             "x_ptr": "*i32", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
-            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
-            "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32",
+            "bias_ptr": "*fp32" if bias is None else launch.TYPES[bias.dtype],
+            "y_ptr": launch.TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", "M": "i32", "N": "i32",
         }  # fmt: skip
         aligned = ("N",) if self.n % 16 == 0 else ()
         kernel = launch.build(small_fp8, signature, constants, num_warps=wk * wn, aligned=aligned, pdl=True)
@@ -187,7 +188,7 @@ class Dense8:
         blocks, n, kt, index, device = -(-self.n // bn), self.n, self.kt, self._index, self.device
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            stream = _raw_stream(index)
+            stream = launch.raw_stream(index)
             yp = y.data_ptr()
             space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
             x8, scales = quantize(x, space, m, stream)
@@ -208,11 +209,11 @@ class Dense8:
         }  # fmt: skip
         signature = {
             "xd": launch.box_type("fp8e4nv", bt, 128), "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
-            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype], "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32",
-            "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32", "unit": "i32",
+            "bias_ptr": "*fp32" if bias is None else launch.TYPES[bias.dtype], "y_ptr": launch.TYPES[out], "base_ptr": "*i32",
+            "ws_ptr": "*fp32", "part_ptr": "*fp32", "count_ptr": "*i32", "M": "i32", "N": "i32", "KT": "i32", "unit": "i32",
         }  # fmt: skip
         if ts:
-            signature["yd"] = launch.box_type(_TYPES[out].removeprefix("*"), bt, bn)
+            signature["yd"] = launch.box_type(launch.TYPES[out].removeprefix("*"), bt, bn)
         else:
             constants["yd"] = None
         aligned = tuple(name for name, v in (("N", self.n), ("KT", self.kt)) if v % 16 == 0)
@@ -235,7 +236,7 @@ class Dense8:
         rounds, words = -(-kt // 4), kt * 16 + 1
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            stream = _raw_stream(index)
+            stream = launch.raw_stream(index)
             yp = y.data_ptr()
             tiles = tiles_n * -(-m // bt)
             blocks, parts = share(tiles, rounds, room, cut if tiles <= counts else 0, 4 * kt // bt)
@@ -258,8 +259,8 @@ class Dense8:
         constants = {"HAS_BIAS": bias is not None, "BM": bm, "R": r, "U": u}
         signature = {
             "x_ptr": "*fp8e4nv", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*i32",
-            "bias_ptr": "*fp32" if bias is None else _TYPES[bias.dtype],
-            "y_ptr": _TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", **dict.fromkeys(("M", "N", "NT", "KT", "KB"), "i32"),
+            "bias_ptr": "*fp32" if bias is None else launch.TYPES[bias.dtype],
+            "y_ptr": launch.TYPES[out], "base_ptr": "*i32", "ws_ptr": "*fp32", **dict.fromkeys(("M", "N", "NT", "KT", "KB"), "i32"),
         }  # fmt: skip
         aligned = ("N",) if self.n % 16 == 0 else ()
         kernel = launch.build(dense_fp8_plain, signature, constants, num_warps=warps, num_stages=stages, aligned=aligned)
@@ -269,7 +270,7 @@ class Dense8:
         tiles_n, index, kt, device = -(-self.n // (16 * r)), self._index, self.kt, self.device
 
         def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-            stream = _raw_stream(index)
+            stream = launch.raw_stream(index)
             yp = y.data_ptr()
             space = torch.empty(m * (kt * 16 + 1), dtype=torch.int32, device=device)
             x8, scales = quantize(x, space, m, stream)
@@ -285,7 +286,7 @@ class Dense8:
         once = self.kt <= ONCE
         block = 1 << (self.kt - 1).bit_length() if once else QUANTIZE
         constants = {"B": block, "FRAG": frag, "PDL": self.wide, "ROUND": not self.wide, "COUNTS": counts, "ONCE": once, "IEEE": False}
-        order = {"x_ptr": _TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "count_ptr": "*i32", "K": "i32", "KT": "i32"}
+        order = {"x_ptr": launch.TYPES[act], "o_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "count_ptr": "*i32", "K": "i32", "KT": "i32"}
         aligned = ("K",) if self.k % 16 == 0 else ()
         warps = max(warps, block // 16) if once else 8
         kernel = launch.build(quantize_x, order, constants, num_warps=warps, aligned=aligned)

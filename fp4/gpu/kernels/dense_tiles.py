@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp4.gpu.kernels import dense, launch
+from fp4.gpu.kernels import dense_plans, launch
 
 if TYPE_CHECKING:
     from fp4.gpu.kernels.dense import Dense
@@ -52,8 +52,8 @@ def plan(d: Dense, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bi
     nat = bool(row.get("NAT", 0))
     blocks, helpers, front, ready = shares(tiles_m, tiles_n, chunks, launch.processors(d.device), group, 0 if nat else row["HELP"])
     constants = {
-        **d._common(half, bias), "EVEN": d.n % bn == 0 and d.kt % 4 == 0, "HELP": helpers > 0, "BT": bt, "R": r, "XS": row["XS"],
-        "GM": group, "NAT": nat, "NW": nw,
+        **dense_plans.common(d, half, bias), "EVEN": d.n % bn == 0 and d.kt % 4 == 0, "HELP": helpers > 0, "BT": bt, "R": r,
+        "XS": row["XS"], "GM": group, "NAT": nat, "NW": nw,
     }  # fmt: skip
     element = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     signature = {
@@ -67,7 +67,7 @@ def plan(d: Dense, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bi
         constants,
         slot=bt * 128,
         num_warps=nw,
-        aligned=d._aligned(N=d.n, KT=d.kt, words=d.k // 2),
+        aligned=dense_plans.aligned(N=d.n, KT=d.kt, words=d.k // 2),
         pdl=bool(row["PDL"]) and not nat,
     )
     head = (d.codes.data_ptr(), d.scale.data_ptr(), d._alpha[half].data_ptr())
@@ -77,15 +77,15 @@ def plan(d: Dense, row: dict[str, Any], m: int, half: bool, out: torch.dtype, bi
     def run_natural(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
         xp, yp = x.data_ptr(), y.data_ptr()
         boxes = (*kernel.box(xp, m, k), *kernel.box(yp, m, n, 1))
-        kernel(blocks, 1, dense._raw_stream(index), *boxes, xp, xp, xp, *head, yp if b is None else b.data_ptr(), m, n, kt, *tail)
+        kernel(blocks, 1, launch.raw_stream(index), *boxes, xp, xp, xp, *head, yp if b is None else b.data_ptr(), m, n, kt, *tail)
 
     if nat:
         return run_natural
     counts = max(256, 1 << (-(-tiles_m // group) * group * chunks - 1).bit_length()) if helpers else 0
-    px = d._permute(counts, ready * CHUNK if helpers else d.kt)
+    px = dense_plans.permute(d, counts, ready * CHUNK if helpers else d.kt)
 
     def run(x: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor, m: int) -> None:
-        stream = dense._raw_stream(index)
+        stream = launch.raw_stream(index)
         words = m * kt * 32
         space = torch.empty(words + counts, dtype=torch.int32, device=device)
         sp, xp, yp = space.data_ptr(), x.data_ptr(), y.data_ptr()

@@ -14,6 +14,10 @@ import torch
 
 #: arguments that stay ordinary integers; all pointers are 16-byte aligned
 _Key = tuple[Any, ...]
+#: Triton's type of a pointer to numbers of a dtype
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+#: device index -> cudaStream_t of the current stream; absent in builds of torch without CUDA
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 @functools.lru_cache(maxsize=1)
