@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from layer_cases import random_weight
+from quantize_cases import DTYPES, both
 
 import fp4
+from fp4.ref.scales import default_global_scale
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BAD = (-1.0, float("nan"), float("inf"), float("-inf"), -(2.0**-100))
@@ -57,6 +59,24 @@ def test_zero_and_no_experts_are_legal() -> None:
         where = DEVICE if backend == "triton" else "cpu"
         y = fp4.matmul(torch.randn(3, 64, device=where), fp4.prepare(q.to(where), backend, act_dtype=torch.float32), bias.to(where))
         assert torch.equal(y.cpu(), bias.expand(3, 8))
+
+
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
+@pytest.mark.parametrize("name", fp4.recipes.names())
+@pytest.mark.parametrize("value", [2.0**-149, 1e-42, 2.0**-128, 2.0**-127])
+def test_zero_blocks_under_a_global_scale_without_a_reciprocal(name: str, value: float) -> None:
+    """1 / g is infinite below 2^-128, and infinity times a zero block's amax is a NaN: its scale byte was 0x90, negative, its codes 7."""
+    for dtype in DTYPES:
+        x = torch.tensor([[0.0, -0.0] * 8, [1.0, -3.0] * 8], dtype=dtype)
+        q = fp4.quantize(x, "nvfp4", name, global_scale=value)
+        zero_byte = fp4.recipes[name].zero_byte
+        assert q.scale.tolist() == [[zero_byte], [0x7E]]
+        assert not (q.codes[0] & 0x77).any()
+        assert torch.equal(fp4.dequantize(q)[0], torch.zeros(16))
+        both(x, fp4.NVFP4, fp4.recipes[name], torch.tensor(value))
+    g, gs = default_global_scale(torch.tensor(2.0**-130), fp4.Recipe(global_floor=0.0))
+    assert float(gs) == torch.finfo(torch.float32).max
+    assert 0 < float(g) < 2.0**-128
 
 
 @pytest.mark.parametrize("name", ["global_scale", "input_scale"])

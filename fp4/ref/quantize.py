@@ -14,7 +14,7 @@ from fp4.formats import Format
 from fp4.recipe import Recipe
 from fp4.ref.codes import INT32, decode, encode_magnitude, kept, pack_nibbles, signed_code, value_table
 from fp4.ref.pace import GROUP, paced
-from fp4.ref.scales import block_factor, default_global_scale, scale_bytes
+from fp4.ref.scales import block_factor, default_global_scale, encode_of, scale_bytes
 
 __all__ = ["dequantize_blocks", "quantize_blocks", "tensor_amax"]
 
@@ -197,7 +197,7 @@ def quantize_blocks(
     scale = torch.empty(*x.shape[:-1], k // fmt.block, dtype=torch.uint8, device=x.device)
     one = torch.ones((), dtype=torch.float32, device=x.device)
     g = one if global_scale is None else global_scale.to(torch.float32)
-    gs = torch.reciprocal(g) if encode_scale is None else encode_scale.to(torch.float32)
+    gs = encode_of(g) if encode_scale is None else encode_scale.to(torch.float32)
     if g.ndim:
         for e in range(x.shape[0]):
             _quantize_into(x[e], codes[e], scale[e], fmt, recipe, g[e], gs[e])

@@ -15,7 +15,7 @@ from fp4.formats import Format
 from fp4.recipe import Recipe
 from fp4.ref.codes import EXPONENT, INT32, MANTISSA, decode, encode_magnitude, kept
 
-__all__ = ["block_factor", "default_global_scale", "rcp_approx", "scale_bytes"]
+__all__ = ["block_factor", "default_global_scale", "encode_of", "rcp_approx", "scale_bytes"]
 
 FLT_MAX = torch.finfo(torch.float32).max
 _TABLE = Path(__file__).with_name("rcp_approx_sm90.gz")
@@ -47,6 +47,11 @@ def reciprocal(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return rcp_approx(x) if recipe.reciprocal == "rcp_approx_sm90" else torch.reciprocal(x)
 
 
+def encode_of(g: torch.Tensor) -> torch.Tensor:
+    """1 / g, at most the largest float32: below 2^-128 it would be infinity, and a zero block times that a NaN, whose byte is anything."""
+    return torch.reciprocal(g).clamp(max=FLT_MAX)
+
+
 def default_global_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensor amax f32 [...] of x -> multiplier g and encode scale gs, f32 [...], both finite and positive.
 
@@ -57,7 +62,7 @@ def default_global_scale(amax: torch.Tensor, recipe: Recipe, dtype: torch.dtype 
     limit = torch.full((), 6.0 * recipe.scale_max, dtype=torch.float32, device=amax.device)  # a fill: a graph may capture it
     if recipe.global_rule == "amax/L":
         g = torch.where(amax == 0, recipe.global_zero, (amax / limit).clamp(min=recipe.global_floor))
-        return g, torch.reciprocal(g)
+        return g, encode_of(g)
     step = _rounding(recipe, dtype)
     gs = step(limit / amax) if recipe.global_rule == "L/amax" else step(step(torch.reciprocal(amax)) * limit)
     gs = torch.where(amax == 0, 1.0 / recipe.global_zero, gs.clamp(max=FLT_MAX))
@@ -173,6 +178,8 @@ def block_factor(
         factor = d / gs
     else:
         factor = reciprocal(d * reciprocal(gs, recipe), recipe)
-    zero = byte == 0 if recipe.underflow == "zero" else (byte == 0) & (amax == 0)
+    zero = amax == 0  # whatever its byte: 0 times a factor that overflowed would be a NaN
+    if recipe.underflow == "zero":
+        zero = zero | (byte == 0)
     factor = factor.masked_fill_(zero, torch.inf if divide else 0.0)
     return factor, divide

@@ -10,7 +10,7 @@ from fp4.recipe import Recipe
 from fp4.ref.triton_chain import launched, overlaps, trigger, wait
 from fp4.ref.triton_codes import bits_of
 from fp4.ref.triton_pairs import magnitudes
-from fp4.ref.triton_scales import step_of
+from fp4.ref.triton_scales import encode_of, step_of
 
 __all__ = ["finite_amax", "global_scale"]
 
@@ -130,7 +130,7 @@ def _scale_kernel(
         g = tl.div_rn(amax, limit)
         g = tl.where(g < FLOOR, FLOOR, g)
         g = tl.where(amax == 0, ZERO, g)
-        gs = tl.div_rn(1.0, g)
+        gs = encode_of(g)
     else:
         if RULE == 1:
             gs = step_of(tl.div_rn(limit, amax), ROUND)

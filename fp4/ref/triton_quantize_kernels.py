@@ -25,7 +25,7 @@ from fp4.ref.triton_codes import (
 )
 from fp4.ref.triton_layout import layout_index, layout_offset, quotient
 from fp4.ref.triton_pairs import join4, larger, load_pairs, pack8_e2m1, pack8_e4m3, pack16_e2m1, top_of, top_of_pairs
-from fp4.ref.triton_scales import bf16_bits, e4m3_scale, scale_value, step_of, ue8m0_byte
+from fp4.ref.triton_scales import bf16_bits, e4m3_scale, encode_of, scale_value, step_of, ue8m0_byte
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def quantize_kernel(
         wait(PDL)  # for g; before this nothing is read or written that the kernels in front write
         expert = mat if EXPERTS else tl.zeros([1], tl.int32)
         g = tl.load(g_ptr + expert) if HAS_G else tl.full([1], 1.0, tl.float32)
-        gs = tl.load(gs_ptr + expert) if HAS_GS else tl.div_rn(1.0, g)
+        gs = tl.load(gs_ptr + expert) if HAS_GS else encode_of(g)
         v = scale_value(floored, g, gs, SCALE_ORDER, TARGET, RCP_TARGET, ROUND, FLUSH)
         if SCALE_FLOOR > 0:
             v = tl.where(v < SCALE_FLOOR, SCALE_FLOOR, v)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fp4.ref.triton_codes import bits_of, decode_e4m3, decode_ue5m3, fields_of, from_bits, round_even
 
-__all__ = ["bf16_bits", "e4m3_scale", "scale_value", "step_of", "ue8m0_byte"]
+__all__ = ["bf16_bits", "e4m3_scale", "encode_of", "scale_value", "step_of", "ue8m0_byte"]
 
 
 @triton.jit
@@ -65,6 +65,13 @@ def ue8m0_byte(amax, RULE: tl.constexpr, EMAX: tl.constexpr, MAN: tl.constexpr, 
 
 
 @triton.jit
+def encode_of(g):
+    """1 / g, at most the largest float32, as ``scales.encode_of``."""
+    gs = tl.div_rn(1.0, g)
+    return tl.where(gs > 3.4028234663852886e38, 3.4028234663852886e38, gs)
+
+
+@triton.jit
 def scale_value(amax, g, gs, ORDER: tl.constexpr, TOP: tl.constexpr, RCP_TOP: tl.constexpr, ROUND: tl.constexpr, FLUSH: tl.constexpr):
     """The block scale before rounding; ORDER in the order of ``CHOICES["scale_order"]``."""
     if ORDER == 0:
@@ -114,8 +121,11 @@ def e4m3_scale(
         factor = tl.div_rn(d, gs)
     else:
         factor = _rcp(d * _rcp(gs, table, APPROX), table, APPROX)
-    zero = byte == 0
     if UNDERFLOW == 1:
-        zero = zero & (amax == 0)
+        zero = amax == 0  # whatever its byte: 0 times a factor that overflowed would be a NaN
+    elif (ZERO_BYTE != 0) or FLOORS:
+        zero = (byte == 0) | (amax == 0)
+    else:
+        zero = byte == 0
     factor = tl.where(zero, float("inf") if DIVIDE else 0.0, factor)
     return byte, tl.where(bad, float("nan"), factor), d
