@@ -17,12 +17,18 @@ from torch.autograd import forward_ad
 
 from fp4.errors import FormatMismatch, Fp4Error, Unsupported, shown
 
-__all__ = ["FLOATS", "axis", "choice", "dense", "device", "float_dtype", "no_tangent", "path", "raw_bytes", "share", "whole"]
+__all__ = ["FLOATS", "axis", "choice", "dense", "device", "float_dtype", "no_tangent", "path", "raw_bytes", "share", "values", "whole"]
 
 #: dtypes of values on the way in and out
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _MOST = (1 << 63) - 1
+
+#: method of a subclass of torch's whose memory is not the whole tensor, what it is, the way out
+_SUBCLASSES = (
+    ("full_tensor", "whose parts lie on several ranks", "pass .to_local(), this rank's part, or .full_tensor()"),
+    ("get_mask", "of which some elements are no numbers", "call .to_tensor(0)"),
+)
 
 
 def whole(
@@ -80,6 +86,10 @@ def dense(where: str, what: str, t: Any, device: torch.device | None = None, err
     where its values are needed; the meta device has none to bring there."""
     if not isinstance(t, torch.Tensor):
         raise error(f"{where}: {what} is {type(t).__name__}; need a torch.Tensor")
+    if type(t) is not torch.Tensor and not torch.compiler.is_compiling():
+        for method, kind, way in _SUBCLASSES:
+            if hasattr(t, method):
+                raise error(f"{where}: {what} is a {type(t).__name__}, {kind}; need a plain tensor; {way}")
     if t.is_nested or t.layout is not torch.strided:
         kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
         way = "each part by itself" if t.is_nested else "call .to_dense()"
@@ -92,6 +102,15 @@ def dense(where: str, what: str, t: Any, device: torch.device | None = None, err
         raise error(f"{where}: {what} is a view with torch's negative bit, whose memory holds -{what}; call .resolve_neg()")
     if device is not None and t.device.type == "meta" and device.type != "meta":
         raise error(f"{where}: {what} is on the meta device and has no values; load it first, {device} needs them")
+    return t
+
+
+def values(where: str, what: str, t: torch.Tensor) -> torch.Tensor:
+    """``t`` when it has values that may be read: no tensor of the meta device, no fake one."""
+    if t.device.type == "meta" or type(t).__name__ == "FakeTensor":
+        raise FormatMismatch(
+            f"{where}: {what} has no values here ({'meta device' if t.device.type == 'meta' else 'fake tensor'}); load it first"
+        )
     return t
 
 

@@ -89,14 +89,15 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     for q in parts[1:]:
         if q.format != first.format or q.codes.shape[:-2] != first.codes.shape[:-2] or q.k != first.k:
             raise FormatMismatch(f"fuse: {q} does not stack on {first}; need the same format, experts and k")
-    scales = [_scale_of(q) for q in parts]
+    has = any(q.global_scale is not None for q in parts)
+    scales = [check.values("fuse", "global_scale", _scale_of(q)) if has else _scale_of(q) for q in parts]
     scales = [s.expand(first.codes.shape[0]) if any(t.ndim for t in scales) else s for s in scales]
     chosen = scales[0]
     best: list[torch.Tensor] | None = None
     for target in scales:
         moved: list[torch.Tensor] = []
         for q, s in zip(parts, scales, strict=True):
-            if bool((s == target).all()):
+            if not has or bool((s == target).all()):
                 moved.append(q.scale)
                 continue
             zero = s == 0  # an all-zero part: block scales of 0 say the same under any global scale
@@ -116,7 +117,6 @@ def fuse(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
             "fuse: the parts have different global scales and no exact common one exists "
             f"(taking the largest would change values by up to {change:.3g} relative); prepare them separately"
         )
-    has = any(q.global_scale is not None for q in parts)
     inputs = [q.input_scale for q in parts if q.input_scale is not None]
     if len(inputs) not in (0, len(parts)):
         raise FormatMismatch(f"fuse: {len(inputs)} of {len(parts)} parts have an input_scale; need all or none")

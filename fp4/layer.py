@@ -338,7 +338,7 @@ def warmup(w: Prepared | PreparedMoE, m_max: int = 256, topk: int | None = None)
             _matmul(x, w, None, None)
         else:
             slots = topk or w.problem.topk or 1
-            ids = torch.arange(m * slots, device=w.device).reshape(m, slots) % w.experts
+            ids = torch.arange(m * slots, device=w.device).reshape(m, slots) % max(w.experts, 1)
             _moe(x, w, ids, torch.ones((m, slots), device=w.device), None)
     if w.device.type == "cuda":
         torch.cuda.synchronize(w.device)

@@ -26,11 +26,13 @@ def _on_gpu(x: torch.Tensor) -> bool:
 
 
 _modes, _tracer, _compiling = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state, torch.compiler.is_compiling
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def watched() -> bool:
-    """Whether a compiler, a tracer or a dispatch mode notes what runs: it sees ops, and of a launched kernel only the empty output."""
-    return bool(_compiling() or _modes() or _tracer() is not None)
+    """Whether a compiler, a tracer, a dispatch mode or a transform of torch.func (vmap) notes what runs: it sees ops, and of a launched
+    kernel only the empty output."""
+    return bool(_compiling() or _modes() or _tracer() is not None or _transforms() is not None)
 
 
 def straight(x: torch.Tensor) -> bool:

@@ -15,13 +15,13 @@ import torch
 from fp4 import check, formats
 from fp4 import layouts as catalogue
 from fp4 import recipe as recipe_module
-from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, shown
+from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, Unsupported, shown
 from fp4.formats import Format
 from fp4.layout import Layout
 from fp4.library import byte_shape, dequantize_last, quantize_into, quantize_last, straight
 from fp4.recipe import Recipe
 from fp4.stored import Stored, StoredQuantized
-from fp4.tensor import QuantizedTensor
+from fp4.tensor import QuantizedTensor, _readable
 
 __all__ = ["Stored", "StoredQuantized", "dequantize", "fake_quantize", "quantize", "to_layout"]
 
@@ -61,7 +61,7 @@ def _second_level(value: Any, name: str, x: torch.Tensor, fmt: Format, where: st
             f"{where}: {name} is {shown(value)}; need a float32 multiplier, [] or [experts] (bfloat16 and float16 are widened)"
         )
     check.dense(where, name, value, x.device)
-    if not torch.compiler.is_compiling() and type(value) is torch.Tensor and value.device.type == "cpu":  # on a GPU: a synchronisation
+    if _readable(value):  # on a GPU: a synchronisation
         wide = value.to(torch.float32)
         if not bool(((wide > 0) & (wide < torch.inf)).all()):
             got = f"{float(wide):g}" if wide.numel() == 1 else str([float(f"{v:g}") for v in wide.flatten()[:4].tolist()])
@@ -192,7 +192,8 @@ def fake_quantize(
     *,
     encode_scale: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """``dequantize(quantize(x, ...), x.dtype)``: same shape and dtype as x. The gradient passes straight through to x.
+    """``dequantize(quantize(x, ...), x.dtype)``: same shape and dtype as x. The gradient passes straight through to x, and to x alone:
+    a second-level scale that asks for one raises Unsupported.
 
     Arguments and errors as ``quantize``; Unsupported for forward-mode AD and ``torch.func``, which get no derivative here.
 
@@ -200,8 +201,11 @@ def fake_quantize(
     [0.5]
     """
     last, fmt, how, g, gs, per_expert = _arguments(x, format, recipe, global_scale, encode_scale, axis, "fake_quantize")
+    for name, t in (("global_scale", global_scale), ("encode_scale", encode_scale)):
+        if isinstance(t, torch.Tensor) and t.requires_grad and torch.is_grad_enabled():
+            raise Unsupported(f"fake_quantize: {name} asks for a gradient, and x alone gets one; pass {name}.detach()")
     if not torch.compiler.is_compiling():
-        check.no_tangent("fake_quantize", x)
+        check.no_tangent("fake_quantize", x, global_scale, encode_scale)
     out: torch.Tensor = torch.ops.fp4.fake_quantize(last, fmt.name, how.key, g, gs, per_expert)
     return out.movedim(-1, axis)
 

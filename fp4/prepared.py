@@ -13,6 +13,7 @@ plus whatever a backend adds for itself (dotted under its own name). ``w13.globa
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping
@@ -37,8 +38,21 @@ __all__ = ["Packed", "Prepared", "PreparedMoE", "Weights", "load"]
 _handles = itertools.count(1)
 #: names this process in exported graphs
 _PROCESS = secrets.randbits(30) | 1
+#: name of a process that this one was forked from -> its first handle that is not a weight of this process too
+_FORKED_FROM: dict[int, int] = {}
 #: handle -> object, for the torch.library ops, which can carry an int but no object
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _forked() -> None:
+    """In a forked child: parent and child count on from the same handle, and would both mean weights of their own by it."""
+    global _PROCESS
+    _FORKED_FROM[_PROCESS] = next(_handles)
+    _PROCESS = secrets.randbits(30) | 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(frozen=True)
@@ -345,7 +359,7 @@ def by_handle(handle: int) -> Any:
     exported program is not traced again; its numbers carry their process, and another process refuses them.
     """
     process, handle = int(handle) >> 32, int(handle) & 0xFFFFFFFF
-    if process not in (0, _PROCESS):
+    if process not in (0, _PROCESS) and handle >= _FORKED_FROM.get(process, 0):
         raise LayoutMismatch(
             f"fp4 op: this graph was exported in another process, where prepared weight {handle} was; export it again here, "
             "or save the weight (Prepared.save) and trace the graph after loading"

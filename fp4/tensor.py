@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._C import _functorch
 
 from fp4 import check, formats
 from fp4.errors import FormatMismatch, shown
@@ -179,6 +180,8 @@ class QuantizedTensor:
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same tensor on another device."""
         device = check.device("QuantizedTensor.to", device)
+        if device.type != "meta":
+            check.values("QuantizedTensor.to", "the tensor", self.codes)
         moved = {n: t.to(device) for n in ("codes", "scale", "global_scale", "input_scale") if (t := getattr(self, n)) is not None}
         return replace(self, **moved)
 
@@ -188,8 +191,9 @@ class QuantizedTensor:
 
 
 def _readable(t: torch.Tensor) -> bool:
-    """Values are there and cost no synchronisation: a plain tensor on the CPU, not one that a compiler traces."""
-    return t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    """Values are there and cost no synchronisation: a plain tensor on the CPU, not one that a compiler traces or vmap batches."""
+    plain = t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    return plain and not _functorch.is_functorch_wrapped_tensor(t)
 
 
 def check_second_level(where: str, name: str, t: torch.Tensor) -> None:

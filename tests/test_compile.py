@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +151,30 @@ def test_exported_program_in_another_process(linear: Prepared, monkeypatch: pyte
     monkeypatch.setattr(prepared_module, "_PROCESS", prepared_module._PROCESS ^ 2)
     with pytest.raises(fp4.LayoutMismatch, match="exported in another process"):
         program.module()(x_for(4))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_handle_of_a_forked_process(linear: Prepared) -> None:
+    """Parent and child give the next weight the same number; a graph that the child exported ran with the parent's weight."""
+    before = prepared_module.exported_handle(linear.handle)
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            own = copy.copy(linear)
+            found = prepared_module.by_handle(before) is linear and prepared_module.by_handle(linear.handle) is linear
+            os.write(write, f"{int(found)} {prepared_module.exported_handle(own.handle)}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    found, theirs = os.read(read, 100).decode().split()
+    assert found == "1", "what was here before the fork is the child's too"
+    kept = [copy.copy(linear) for _ in range(3)]
+    assert int(theirs) & 0xFFFFFFFF in {w.handle for w in kept}, "the case that this test is about"
+    with pytest.raises(fp4.LayoutMismatch, match="exported in another process"):
+        prepared_module.by_handle(int(theirs))
+    assert prepared_module.by_handle(before) is linear
 
 
 def test_gradient_is_not_silently_dropped(linear: Prepared) -> None:

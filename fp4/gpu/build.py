@@ -197,6 +197,7 @@ def _stack_gate_up(pair: Any, gate_up: str | None) -> tuple[QuantizedTensor, tor
     gate, up = pair
     if gate.format != up.format or gate.codes.shape != up.codes.shape or gate.device != up.device:
         raise FormatMismatch(f"prepare_moe: gate is {gate}, up is {up}; need the same format, shape and device")
+    _has_bytes("prepare_moe", gate)
     e = gate.codes.shape[0]
     codes, scale = torch.cat([gate.codes, up.codes], 1), torch.cat([gate.scale, up.scale], 1)
     ins = [q.input_scale for q in pair]
@@ -264,11 +265,15 @@ def _local(
     return w13, w2, bias13, bias2, gate_up_scale, total, None if (start, stop) == (0, total) else (start, stop)
 
 
+def _has_bytes(where: str, q: QuantizedTensor) -> None:
+    if q.device.type == "meta":
+        raise FormatMismatch(f"{where}: {q} holds no bytes; load the weight first, then prepare it")
+
+
 def _check_scales(where: str, *tensors: QuantizedTensor, gate_up_scale: torch.Tensor | None = None) -> None:
     """Bytes must exist and second-level scales make sense (a few values, read once). Under FP4_STRICT: no NaN or negative block scale."""
     for q in tensors:
-        if q.device.type == "meta":
-            raise FormatMismatch(f"{where}: {q} holds no bytes; load the weight first, then prepare it")
+        _has_bytes(where, q)
         of = f"{where}: {q.source['name']}" if "name" in q.source else where
         for name in ("global_scale", "input_scale"):
             t = getattr(q, name)
