@@ -1,16 +1,16 @@
-"""Models of the instructions of ``triton_pairs`` that neither the interpreter nor a CPU runs, against the golden rule."""
+"""Models of the instructions of ``triton_pair_codes`` that neither the interpreter nor a CPU runs, against the golden rule."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from fp4.ref import triton_pairs
+from fp4.ref import triton_pair_codes
 from fp4.ref.codes import encode_e2m1
 
 
 def test_e2m1_by_powers_of_two_in_half_words():
-    """A model of the bf16 instructions of ``triton_pairs``, whose machine code only a GPU runs: every magnitude by every ue8m0 scale."""
+    """A model of the bf16 instructions, whose machine code only a GPU runs: every magnitude by every ue8m0 scale."""
 
     def bf16(t: torch.Tensor) -> torch.Tensor:
         return t.float().to(torch.bfloat16).double()
@@ -27,7 +27,7 @@ def test_e2m1_by_powers_of_two_in_half_words():
 
 def _lines_model(y):
     """The arithmetic of ``_by_lines`` on scaled magnitudes f32: fused sums rounded once, then the conversion to e4m3's smallest numbers."""
-    middle, upper = ([int(v[2:], 16) for v in line.split(", ")] for line in (triton_pairs._MIDDLE, triton_pairs._UPPER))
+    middle, upper = ([int(v[2:], 16) for v in line.split(", ")] for line in (triton_pair_codes._MIDDLE, triton_pair_codes._UPPER))
     slope, height = (np.array([a, b], np.uint32).view(np.float32).astype(np.longdouble) for a, b in zip(middle, upper, strict=True))
     z = (y * np.float32(2.0**-8)).astype(np.longdouble)
     lines = [z.astype(np.float32), *((z * s + h).astype(np.float32) for s, h in zip(slope, height, strict=True))]
@@ -35,7 +35,7 @@ def _lines_model(y):
 
 
 def test_e2m1_by_lines():
-    """A model of the SM89 instructions of ``triton_pairs``, which only a GPU runs: y next to every tie and code, and 4 million others
+    """A model of the SM89 instructions, which only a GPU runs: y next to every tie and code, and 4 million others
     below 8.5, to the codes of the golden rule. The widest sums have 55 bits, exact in an 80-bit float."""
     assert np.finfo(np.longdouble).nmant >= 63
     near = torch.tensor([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 6.375, 8.0]).view(torch.int32)

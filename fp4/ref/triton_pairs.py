@@ -1,7 +1,5 @@
-"""Elements of bf16 or f16 in pairs, as 32-bit words: block amax, e2m1 and e4m3 codes with few instructions. Used by ``triton_quantize``.
-
-Integer and half-word operations issue every other clock, float32 additions every clock: so rounding is done by float additions, the
-signs of eight elements are moved together, and codes are packed by multiply-add. Words are i32 [n, 4], a thread holding a whole row.
+"""Elements of bf16 or f16 in pairs, as 32-bit words: activation and block amax with few instructions. Used by ``triton_quantize``; the
+codes of pairs are in ``triton_pair_codes``. Words are i32 [n, 4], a thread holding a whole row.
 
 NATIVE: 0 integers and float32 only, which Triton's interpreter runs too; 1 with instructions of SM80 (operations on both halves of a
 word); 2 with SM89's conversion to e4m3. All three give the same bytes (``python benchmarks/quantize.py gpu`` compares them).
@@ -14,9 +12,9 @@ import triton
 import triton.language as tl
 
 from fp4.ref.triton_activation import activate
-from fp4.ref.triton_codes import bits_of, fields_of, from_bits, round_even
+from fp4.ref.triton_codes import bits_of, from_bits
 
-__all__ = ["join4", "load_pairs", "magnitudes", "pack8_e2m1", "pack8_e4m3", "top_of", "top_of_pairs"]
+__all__ = ["asm1", "asm2", "halves", "join4", "larger", "load_pairs", "magnitudes", "split4", "top_of", "top_of_pairs"]
 
 
 @triton.jit
@@ -35,22 +33,17 @@ def join4(a, b, c, d):
 
 
 @triton.jit
-def _asm1(ASM: tl.constexpr, a):
+def asm1(ASM: tl.constexpr, a):
     return tl.inline_asm_elementwise(ASM, "=r,r", [a], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _asm2(ASM: tl.constexpr, a, b):
+def asm2(ASM: tl.constexpr, a, b):
     return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _asm4(ASM: tl.constexpr, a, b, c, d):
-    return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _halves(w, F16: tl.constexpr):
+def halves(w, F16: tl.constexpr):
     """Pairs, i32 -> (even, odd) as f32, exact."""
     if F16:
         even = w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -91,7 +84,7 @@ def _limits(p2, F16: tl.constexpr):
 def _at_most_pairs(w, limit, F16: tl.constexpr):
     """Both halves at most the limit (``_limits``), NaN kept."""
     ASM: tl.constexpr = "min.NaN.f16x2 $0, $1, $2;" if F16 else "min.NaN.bf16x2 $0, $1, $2;"
-    return _asm2(ASM, w, limit)
+    return asm2(ASM, w, limit)
 
 
 @triton.jit
@@ -99,10 +92,10 @@ def _within_pairs(w, limit, F16: tl.constexpr, NATIVE: tl.constexpr):
     """Both halves' magnitudes at most the limit, NaN kept. SM86 has it in one instruction."""
     if NATIVE > 1:
         ASM: tl.constexpr = "min.NaN.xorsign.abs.f16x2 $0, $1, $2;" if F16 else "min.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
-        w = _asm2(ASM, w, limit)
+        w = asm2(ASM, w, limit)
     else:
         BELOW: tl.constexpr = "max.NaN.f16x2 $0, $1, $2;" if F16 else "max.NaN.bf16x2 $0, $1, $2;"
-        w = _asm2(BELOW, _at_most_pairs(w, limit, F16), limit ^ -2147450880)
+        w = asm2(BELOW, _at_most_pairs(w, limit, F16), limit ^ -2147450880)
     return w
 
 
@@ -123,9 +116,9 @@ def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, F16: tl
             if PACKED:
                 w, v = _at_most_pairs(w, limit, F16), _at_most_pairs(v, limit, F16)
             CLAMPED: tl.constexpr = 1 if PACKED else 0
-            gate, other = _halves(w, F16)
+            gate, other = halves(w, F16)
             a, b, c, d = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE, CLAMPED))
-            gate, other = _halves(v, F16)
+            gate, other = halves(v, F16)
             e, f, g, h = split4(activate(gate, other, p0, p1, p2, ACT, NATIVE, CLAMPED))
             w = join4(_pair(a, b, F16, NATIVE), _pair(c, d, F16, NATIVE), _pair(e, f, F16, NATIVE), _pair(g, h, F16, NATIVE))
         else:
@@ -133,8 +126,8 @@ def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, F16: tl
             if PACKED:
                 w, v = _at_most_pairs(w, limit, F16), _within_pairs(v, limit, F16, NATIVE)
             WITHIN: tl.constexpr = 2 if PACKED else 0
-            even, odd = _halves(w, F16)
-            up_even, up_odd = _halves(v, F16)
+            even, odd = halves(w, F16)
+            up_even, up_odd = halves(v, F16)
             even = activate(even, up_even, p0, p1, p2, ACT, NATIVE, WITHIN)
             w = _pair(even, activate(odd, up_odd, p0, p1, p2, ACT, NATIVE, WITHIN), F16, NATIVE)
     return w
@@ -144,7 +137,7 @@ def load_pairs(x, up, p0, p1, p2, ACT: tl.constexpr, BOTH: tl.constexpr, F16: tl
 def magnitudes(w, FLUSH: tl.constexpr = False, F16: tl.constexpr = False):
     """Pairs, i32 -> bits of |even| and |odd| element as f32; with FLUSH subnormals are zero."""
     if F16:
-        even, odd = _halves(w & 0x7FFF7FFF, True)
+        even, odd = halves(w & 0x7FFF7FFF, True)
         even, odd = bits_of(even), bits_of(odd)
     else:
         even, odd = (w << 16) & 0x7FFF0000, w & 0x7FFF0000
@@ -160,7 +153,7 @@ def _max_pairs(a, b, NAN: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr)
     ABS: tl.constexpr = ".xorsign.abs" if NATIVE > 1 else ""
     TYPE: tl.constexpr = ".f16x2" if F16 else ".bf16x2"
     ASM: tl.constexpr = "max" + KEEP + ABS + TYPE + " $0, $1, $2;"
-    return _asm2(ASM, a, b)
+    return asm2(ASM, a, b)
 
 
 @triton.jit
@@ -168,7 +161,7 @@ def top_of_pairs(w, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, N
     """Pairs, i32 [n, 4] -> what ``larger`` compares and ``top_of`` ends: the largest magnitude, i32 [n]."""
     if NATIVE > 0 and not FLUSH:
         if NATIVE == 1:
-            w = _asm1("abs.f16x2 $0, $1;" if F16 else "abs.bf16x2 $0, $1;", w)
+            w = asm1("abs.f16x2 $0, $1;" if F16 else "abs.bf16x2 $0, $1;", w)
         a, b, c, d = split4(w)
         top = _max_pairs(_max_pairs(a, b, NAN, F16, NATIVE), _max_pairs(c, d, NAN, F16, NATIVE), NAN, F16, NATIVE)
     else:
@@ -195,215 +188,9 @@ def larger(a, b, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATI
 def top_of(top, NAN: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr, NATIVE: tl.constexpr):
     """-> bits of the largest magnitude as f32, i32 [n]; NaN or -1 if NaN is ignored and there is nothing else."""
     if NATIVE > 0 and not FLUSH:
-        top = _max_pairs(top, _asm1("prmt.b32 $0, $1, $1, 0x1032;", top), NAN, F16, NATIVE)
+        top = _max_pairs(top, asm1("prmt.b32 $0, $1, $1, 0x1032;", top), NAN, F16, NATIVE)
         if F16:
             top, _ = magnitudes(top, False, True)
         else:
             top = top & 0x7FFF0000
     return top
-
-
-@triton.jit
-def _at_most(y, TOP: tl.constexpr):
-    """f32 of sign plus, or NaN of any sign -> at most TOP, NaN too. No compiler may fuse a product before it with a sum after it."""
-    return tl.minimum(y.to(tl.uint32, bitcast=True), bits_of(tl.full([], TOP, tl.float32)).to(tl.uint32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1_up(y):
-    """f32 from 0 to 6 -> its e2m1 code, ties to even, in the low 3 bits of 0x4B400000, i32.
-
-    The code is the concave function min(2 y, y + 2, y / 2 + 4) rounded to an integer: each line by one addition, exact until it rounds.
-    """
-    low = bits_of(y * 2.0 + 12582912.0)  # 1.5 * 2^23: its neighbours are integers
-    middle = bits_of(y + 12582914.0)
-    high = bits_of(y * 0.5 + 12582916.0)
-    return tl.minimum(tl.minimum(low, middle), high)
-
-
-@triton.jit
-def _scaled(m, factor, NATIVE: tl.constexpr):
-    """|m| by the factor of each row, f32; the instruction takes the magnitude for nothing."""
-    f = tl.broadcast_to(factor[:, None], m.shape)
-    if NATIVE > 0:
-        ASM: tl.constexpr = "{ .reg .f32 m; abs.f32 m, $1; mul.rn.f32 $0, m, $2; }"
-        y = tl.inline_asm_elementwise(ASM, "=f,f,f", [m, f], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = from_bits(bits_of(m) & 0x7FFFFFFF) * f
-    return y
-
-
-@triton.jit
-def _e2m1(y, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr):
-    """Scaled magnitudes, f32 -> (``_e2m1_up``, mask of a sign in bit 0, -1 = keep it)."""
-    sign = tl.full([], -1, tl.int32)
-    if ZERO_SIGN == 1:
-        sign = tl.where((y != 0) if NAN_CODE == 1 else (y > 0), 1, 0)
-    elif NAN_CODE != 1:
-        sign = tl.where(y == y, 1, 0)
-    if NAN_CODE == 2:
-        y = tl.where(y == y, y, 0.0)
-    return _e2m1_up(_at_most(y, 6.0)), sign
-
-
-@triton.jit
-def _signs8(w, NATIVE: tl.constexpr):
-    """Bits 15 and 31 of i32 [n, 4] -> bits 3 and 7 of the four bytes, i32 [n]."""
-    if NATIVE > 0:
-        a, b, c, d = split4(w)
-        ASM: tl.constexpr = """{
-            .reg .b32 p, q, e, o;
-            prmt.b32 p, $1, $2, 0x7351;
-            prmt.b32 q, $3, $4, 0x7351;
-            prmt.b32 e, p, q, 0xDC98;
-            prmt.b32 o, p, q, 0xFEBA;
-            and.b32 o, o, 0x80808080;
-            lop3.b32 $0, e, 0x08080808, o, 0xEA;
-        }"""
-        signs = _asm4(ASM, a, b, c, d)
-    else:
-        a, b, c, d = split4(((w >> 12) & 8) | ((w >> 24) & 128))
-        signs = (a | (b << 8)) | ((c << 16) | (d << 24))
-    return signs
-
-
-#: e2m1 of both halves of a word by a power of two: the lines of ``_e2m1_up`` round to 8 bits at 1.5 * 2^7. The product is exact; below the
-#: smallest bf16 it is not, but there every code is 0. Result: codes at bits 0 and 16 of 0x43404340
-_HALVES: tl.constexpr = tl.constexpr("""{
-    .reg .b32 y, l, m, zero, six, two, one, half, c0, c2, c4;
-    mov.b32 zero, 0x80008000;
-    mov.b32 six, 0x40C040C0;
-    mov.b32 two, 0x40004000;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 half, 0x3F003F00;
-    mov.b32 c0, 0x43404340;
-    mov.b32 c2, 0x43424342;
-    mov.b32 c4, 0x43444344;
-    abs.bf16x2 y, $1;
-    fma.rn.bf16x2 y, y, $2, zero;
-    min.bf16x2 y, y, six;
-    fma.rn.bf16x2 l, y, two, c0;
-    fma.rn.bf16x2 m, y, one, c2;
-    fma.rn.bf16x2 y, y, half, c4;
-    min.bf16x2 l, l, m;
-    min.bf16x2 $0, l, y;
-}""")
-
-
-#: slope and height of the middle and the upper line, as f32 bits: (1 - 2^-22) / 2 and (2 + 3 2^-22) 2^-9; (1/4 + 2^-25) / 2 and 5.25 2^-9
-_MIDDLE, _UPPER = "0f3EFFFFFC, 0f3B800003", "0f3E000001, 0f3C280000"
-
-
-def _by_lines(even: str, odd: str) -> str:
-    """e2m1 codes of 16 elements ($2 to $9: pairs; $10 the factor, $11 the block's amax) as two words $0 and $1, for SM89 and later.
-
-    In units of 2^-9 the smallest e4m3 numbers are the integers 0 to 16, so that one conversion rounds two elements'
-    min(2 y, y + 2, y / 4 + 5.25) to their codes and packs them. The sums round before that, to 24 bits; slopes differ from 1 and 1/4 by as
-    little as it takes for a y next to 2.5, 3.5 and 5 to stay on its side (``test_e2m1_by_lines``). Slow where that does not hold: in blocks
-    with a y of 8.5 or more (a scale that saturates), NaN or infinity, or so large that the factor in these units would be subnormal. There
-    as in ``_e2m1_up``. ``even`` and ``odd`` widen an element of a pair.
-    """
-    lines = ["{ .reg .pred p; .reg .b16 r<4>; .reg .b32 f, m, h, y<4>;"]
-    lines += ["mul.rn.f32 f, $11, $10; setp.lt.f32 p, f, 0f41080000; setp.lt.and.f32 p, $11, 0f77800000, p; @!p bra SLOW;"]
-    lines += ["mul.rn.f32 f, $10, 0f3B800000;"]
-    for i in range(2):
-        for part, widen in enumerate((even, odd)):
-            for j in range(4):
-                lines += [widen.format(f"y{j}", f"${2 + 4 * i + j}"), f"abs.f32 y{j}, y{j}; mul.rn.f32 y{j}, y{j}, f;"]
-                lines += [f"fma.rn.f32 m, y{j}, {_MIDDLE}; fma.rn.f32 h, y{j}, {_UPPER}; min.s32 m, y{j}, m; min.s32 y{j}, m, h;"]
-            lines += ["cvt.rn.satfinite.e4m3x2.f32 r0, y1, y0; cvt.rn.satfinite.e4m3x2.f32 r1, y3, y2;"]
-            lines += [f"mov.b32 ${i}, {{r0, r1}};" if part == 0 else f"mov.b32 m, {{r0, r1}}; mad.lo.s32 ${i}, m, 16, ${i};"]
-    lines += ["bra DONE; SLOW:"]
-    for i in range(2):
-        lines += [f"mov.b32 ${i}, -1061158912;"]  # as in ``pack8_e2m1``
-        for j in range(8):
-            lines += [(odd if j % 2 else even).format("y0", f"${2 + 4 * i + j // 2}"), "abs.f32 y0, y0; mul.rn.f32 y0, y0, $10;"]
-            lines += ["min.u32 y0, y0, 0x40C00000; fma.rn.f32 m, y0, 0f40000000, 0f4B400000; add.rn.f32 h, y0, 0f4B400002;"]
-            lines += ["min.s32 m, m, h; fma.rn.f32 h, y0, 0f3F000000, 0f4B400004; min.s32 m, m, h;"]
-            lines += [f"mad.lo.s32 ${i}, m, {16**j}, ${i};"]
-    return "\n".join([*lines, "DONE: }"])
-
-
-#: e2m1 by lines, of pairs of bf16 and of f16
-_LINES: tl.constexpr = tl.constexpr(_by_lines("shl.b32 {0}, {1}, 16;", "and.b32 {0}, {1}, 0xFFFF0000;"))
-_LINES_F16: tl.constexpr = tl.constexpr(
-    _by_lines("mov.b32 {{r2, r3}}, {1}; cvt.f32.f16 {0}, r2;", "mov.b32 {{r2, r3}}, {1}; cvt.f32.f16 {0}, r3;")
-)
-
-
-@triton.jit
-def pack16_e2m1(w0, w1, factor, amax, F16: tl.constexpr):
-    """``pack8_e2m1`` of the two halves of a block of 16, or of half a block of 32, at once, for SM89 and later."""
-    a, b, c, d = split4(w0)
-    e, f, g, h = split4(w1)
-    codes = tl.inline_asm_elementwise(
-        _LINES_F16 if F16 else _LINES, "=&r,=&r,r,r,r,r,r,r,r,r,f,f", [a, b, c, d, e, f, g, h, factor, amax],
-        dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    return codes[0] | _signs8(w0, 1), codes[1] | _signs8(w1, 1)
-
-
-@triton.jit
-def pack8_e2m1(
-    w, factor, POWER: tl.constexpr, ZERO_SIGN: tl.constexpr, NAN_CODE: tl.constexpr, FLUSH: tl.constexpr, F16: tl.constexpr,
-    NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Pairs, i32 [n, 4], by the factor of each row -> 8 codes, i32 [n]. ZERO_SIGN keep or of_value, any NAN_CODE.
-
-    POWER: the factor is a power of two, zero or NaN.
-    """
-    if NATIVE > 0 and POWER and ZERO_SIGN == 0 and NAN_CODE == 1 and not FLUSH and not F16:
-        f = _asm1("prmt.b32 $0, $1, $1, 0x3232;", bits_of(factor))
-        a, b, c, d = split4(_asm2(_HALVES, w, tl.broadcast_to(f[:, None], w.shape)))
-        ab, cd = a + b * 256, c + d * 256  # bytes: even, even, odd, odd
-        codes = _asm2("prmt.b32 $0, $1, $2, 0x5410;", ab, cd) + _asm2("prmt.b32 $0, $1, $2, 0x7632;", ab, cd) * 16
-        codes += 1149715600  # -(0x83408340 + 16 * 0x83838383): what 0x43404340 left in the bytes
-    else:
-        if FLUSH:
-            even, odd = magnitudes(w, FLUSH, F16)
-            even, odd = from_bits(even), from_bits(odd)
-        else:
-            even, odd = _halves(w, F16)
-        c_even, s_even = _e2m1(_scaled(even, factor, NATIVE), ZERO_SIGN, NAN_CODE)
-        c_odd, s_odd = _e2m1(_scaled(odd, factor, NATIVE), ZERO_SIGN, NAN_CODE)
-        if (ZERO_SIGN != 0) or (NAN_CODE != 1):
-            w = w & ((s_even << 15) | (s_odd << 31))
-        a, b, c, d = split4(c_even + c_odd * 16)
-        codes = (a + b * 256) + (c + d * 256) * 65536
-        codes += -1061158912  # -17 * 257 * 0x4B400000: what 1.5 * 2^23 left
-    return codes | _signs8(w, NATIVE)
-
-
-@triton.jit
-def _e4m3_field(m, factor):
-    """Bits of f32 magnitudes by the factor of each row -> e4m3 code at bit 20, i32; 0x7F for NaN."""
-    y = from_bits(m) * factor[:, None]
-    code = fields_of(round_even(y, 3, -6), 3, -6, 0x7E).to(tl.int32)
-    return tl.where(y != y, 0x07F00000, code)
-
-
-@triton.jit
-def pack8_e4m3(w, factor, F16: tl.constexpr, NATIVE: tl.constexpr):
-    """As ``pack8_e2m1``: two words i32 [n] of four e4m3 codes each."""
-    if NATIVE > 1:
-        even, odd = magnitudes(w, False, F16)
-        e0, e1, e2, e3 = split4(from_bits(even) * factor[:, None])
-        o0, o1, o2, o3 = split4(from_bits(odd) * factor[:, None])
-        w0, w1, w2, w3 = split4(w)
-        ASM: tl.constexpr = """{
-            .reg .b16 l, h;
-            .reg .b32 p, s;
-            cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;
-            mov.b32 p, {l, h};
-            prmt.b32 s, $5, $6, 0x7531;
-            lop3.b32 $0, s, 0x80808080, p, 0xEA;
-        }"""
-        first = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e0, o0, e1, o1, w0, w1], dtype=tl.int32, is_pure=True, pack=1)
-        second = tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r,r", [e2, o2, e3, o3, w2, w3], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        even, odd = magnitudes(w, False, F16)
-        codes = (_e4m3_field(even, factor) >> 20) | (_e4m3_field(odd, factor) >> 12) | ((w >> 8) & 0x80) | ((w >> 16) & 0x8000)
-        a, b, c, d = split4(codes)
-        first, second = a | (b << 16), c | (d << 16)
-    return first, second

@@ -24,7 +24,8 @@ from fp4.ref.triton_codes import (
     round_even,
 )
 from fp4.ref.triton_layout import layout_index, layout_offset, quotient
-from fp4.ref.triton_pairs import join4, larger, load_pairs, pack8_e2m1, pack8_e4m3, pack16_e2m1, top_of, top_of_pairs
+from fp4.ref.triton_pair_codes import pack8_e2m1, pack8_e4m3, pack16_e2m1
+from fp4.ref.triton_pairs import join4, larger, load_pairs, top_of, top_of_pairs
 from fp4.ref.triton_scales import bf16_bits, e4m3_scale, encode_of, scale_value, step_of, ue8m0_byte
 
 
