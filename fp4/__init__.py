@@ -5,16 +5,15 @@ Names resolve on first use, so ``import fp4`` imports neither Triton nor any ven
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
 #: public name -> (module, attribute); an empty attribute means the module itself
 _EXPORTS: dict[str, tuple[str, str]] = {
     **{n: ("fp4.formats", n) for n in ("AMDFP4", "MXFP4", "MXFP8", "NVFP4", "NVFP4_B32", "Format")},
-    **{n: ("fp4.errors", n) for n in ("BackendUnavailable", "CheckpointDialect", "CheckpointError", "FormatMismatch")},
-    **{n: ("fp4.errors", n) for n in ("Fp4Error", "LayoutError", "LayoutMismatch", "Unsupported")},
+    **{n: ("fp4.errors", n) for n in ("BackendUnavailable", "CheckpointError", "FormatMismatch", "Fp4Error")},
+    **{n: ("fp4.errors", n) for n in ("LayoutError", "LayoutMismatch", "Unsupported")},
     "QuantizedTensor": ("fp4.tensor", "QuantizedTensor"),
     "Recipe": ("fp4.recipe", "Recipe"),
     "recipes": ("fp4.recipe", "recipes"),
@@ -26,38 +25,74 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     **{n: ("fp4.layer", n) for n in ("explain", "matmul", "moe", "prepare", "prepare_moe", "warmup")},
     **{n: ("fp4.prepared", n) for n in ("Prepared", "PreparedMoE")},
     "load_prepared": ("fp4.prepared", "load"),
-    "fuse": ("fp4.fuse", ""),
     "open_checkpoint": ("fp4.checkpoint", "open_checkpoint"),
-    "testing": ("fp4.testing", ""),
+    **{n: (f"fp4.{n}", "") for n in ("encode", "errors", "formats", "fuse", "ref", "testing")},
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
-
-
-def __getattr__(name: str) -> Any:
-    target = _EXPORTS.get(name)
-    if target is None:
-        raise AttributeError(f"module 'fp4' has no attribute {name!r}")
-    module = importlib.import_module(target[0])
-    value = getattr(module, target[1]) if target[1] else module
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *(n for n in globals() if n.startswith("__"))})
 
 
-if TYPE_CHECKING:  # the same names, for type checkers and editors
-    from fp4.errors import (  # noqa: F401
-        BackendUnavailable,
-        CheckpointDialect,
-        CheckpointError,
-        FormatMismatch,
-        Fp4Error,
-        LayoutError,
-        LayoutMismatch,
-        Unsupported,
-    )
-    from fp4.formats import AMDFP4, MXFP4, MXFP8, NVFP4, NVFP4_B32, Format  # noqa: F401
-    from fp4.tensor import QuantizedTensor  # noqa: F401
+# ``as`` with the same name is how a stub exports: type checkers and editors see these imports, Python sees ``__getattr__``. Hidden from
+# them, ``__getattr__`` cannot turn a misspelt name into ``Any``.
+if TYPE_CHECKING:
+    from fp4 import encode as encode
+    from fp4 import errors as errors
+    from fp4 import formats as formats
+    from fp4 import fuse as fuse
+    from fp4 import ref as ref
+    from fp4 import testing as testing
+    from fp4.checkpoint import open_checkpoint as open_checkpoint
+    from fp4.errors import BackendUnavailable as BackendUnavailable
+    from fp4.errors import CheckpointError as CheckpointError
+    from fp4.errors import FormatMismatch as FormatMismatch
+    from fp4.errors import Fp4Error as Fp4Error
+    from fp4.errors import LayoutError as LayoutError
+    from fp4.errors import LayoutMismatch as LayoutMismatch
+    from fp4.errors import Unsupported as Unsupported
+    from fp4.formats import AMDFP4 as AMDFP4
+    from fp4.formats import MXFP4 as MXFP4
+    from fp4.formats import MXFP8 as MXFP8
+    from fp4.formats import NVFP4 as NVFP4
+    from fp4.formats import NVFP4_B32 as NVFP4_B32
+    from fp4.formats import Format as Format
+    from fp4.layer import explain as explain
+    from fp4.layer import matmul as matmul
+    from fp4.layer import moe as moe
+    from fp4.layer import prepare as prepare
+    from fp4.layer import prepare_moe as prepare_moe
+    from fp4.layer import warmup as warmup
+    from fp4.layout import Layout as Layout
+    from fp4.layout import Segmented as Segmented
+    from fp4.layouts import layouts as layouts
+    from fp4.ops import dequantize as dequantize
+    from fp4.ops import fake_quantize as fake_quantize
+    from fp4.ops import quantize as quantize
+    from fp4.ops import to_layout as to_layout
+    from fp4.prepared import Prepared as Prepared
+    from fp4.prepared import PreparedMoE as PreparedMoE
+    from fp4.prepared import load as _load
+    from fp4.recipe import Recipe as Recipe
+    from fp4.recipe import recipes as recipes
+    from fp4.ref.activation import ReLU2 as ReLU2
+    from fp4.ref.activation import SiLU as SiLU
+    from fp4.ref.activation import SiTU as SiTU
+    from fp4.ref.activation import SwiGLU as SwiGLU
+    from fp4.tensor import QuantizedTensor as QuantizedTensor
+
+    load_prepared = _load
+else:
+
+    def __getattr__(name):
+        import importlib
+
+        target = _EXPORTS.get(name)
+        if target is None:
+            raise AttributeError(f"module 'fp4' has no attribute {name!r}")
+        module = importlib.import_module(target[0])
+        value = getattr(module, target[1]) if target[1] else module
+        globals()[name] = value
+        return value

@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Encoded(NamedTuple):
     """``data``: u8, the shape of the input. ``factor``: power of two by which the scales were multiplied, 1.0 when they were not."""
 

@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def shown(value: Any) -> str:
     """``value`` as a message shows it: on one line, at most 80 characters. A tensor or array by dtype and shape: its values may be many,
     and on another device.

@@ -31,6 +31,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True)
 class ElemFormat:
     """One scalar format.

@@ -25,6 +25,10 @@ from fp4.tensor import GATE_UP_ORDERS, QuantizedTensor, refuse_extras
 __all__ = ["expert_range", "fold_gate_up", "fuse", "rescale", "shard", "shard_bias", "slice_experts", "split_sizes", "stack"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def rescale(scale: torch.Tensor, exponent: torch.Tensor | int) -> torch.Tensor | None:
     """E4M3 bytes times ``2^exponent`` (int, or int tensor that broadcasts), or None when one result is not an E4M3 number.
 

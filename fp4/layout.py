@@ -21,7 +21,7 @@ import torch
 
 from fp4 import check
 from fp4.errors import LayoutError, shown
-from fp4.layout_bytes import ByteRange, Reason, as_bytes, as_storage, checked_index, map_words, whole, whole_list
+from fp4.layout_bytes import ByteRange, Bytes, Reason, as_bytes, as_given, as_storage, checked_index, map_words, whole, whole_list
 from fp4.layout_spec import DIMS, Axis, Digit, WordProgram, canonical, digits, parse, word_program
 
 __all__ = ["ByteRange", "Chain", "Layout", "Reason", "Segmented"]
@@ -74,7 +74,7 @@ class Orders:
         out: torch.Tensor = y.view(x.dtype).reshape(x.shape)
         return out
 
-    def apply(self, x: Any) -> Any:
+    def apply(self, x: Bytes) -> Bytes:
         """One-byte x [..., rows, columns] -> u8 in storage order."""
         raise NotImplementedError
 
@@ -146,6 +146,8 @@ class Layout(Orders):
 
     @property
     def _where(self) -> str:
+        if self.name is self.spec:  # one text, by layouts.parse
+            return f"layout {shown(self.spec)}"
         return f"layout {self.name if len(self.name) < 80 else shown(self.name)} {shown(self.spec)}"
 
     @property
@@ -211,20 +213,19 @@ class Layout(Orders):
 
     # ---- bytes -------------------------------------------------------------------------------------------------------------
 
-    def apply(self, x: Any) -> Any:
+    def apply(self, x: Bytes) -> Bytes:
         """x: one-byte dtype [..., rows, columns], torch or numpy, any strides -> u8 [..., nbytes of one expert] in storage order.
 
         CUDA tensors go through the Triton kernel (``fp4.gpu.kernels.permute``), which writes the same bytes.
         """
-        t, numpy = as_bytes(self._where, x)
+        t = as_bytes(self._where, x)
         g = self.geometry(t.shape)
         if t.is_cuda:
             from fp4.gpu.kernels import permute
 
             if permute.can(self):
-                return permute.apply(self, t)
-        y = self._apply(t, g)
-        return y.numpy() if numpy else y
+                return as_given(permute.apply(self, t), x)
+        return as_given(self._apply(t, g), x)
 
     def _apply(self, t: torch.Tensor, g: Geometry) -> torch.Tensor:
         self.check_words(g)
@@ -249,17 +250,16 @@ class Layout(Orders):
             t = t[..., 0::2] | t[..., 1::2] << 4
         return t.contiguous() if self.word is None else map_words(t, self.word_program())
 
-    def invert(self, y: Any, shape: Sequence[int]) -> Any:
+    def invert(self, y: Bytes, shape: Sequence[int]) -> Bytes:
         """Storage y of any shape and dtype, contiguous -> u8 ``shape`` [..., rows, columns]; padding is dropped, never read."""
         g = self.geometry(shape)
-        flat, numpy = as_storage(self._where, y, math.prod(g.lead) * g.prows * g.pcols // self.units_per_byte)
+        flat = as_storage(self._where, y, math.prod(g.lead) * g.prows * g.pcols // self.units_per_byte)
         if flat.is_cuda:
             from fp4.gpu.kernels import permute
 
             if permute.can(self):
-                return permute.invert(self, flat, whole_list(self._where, shape, "shape"))
-        x = self._invert(flat, g)
-        return x.numpy() if numpy else x
+                return as_given(permute.invert(self, flat, whole_list(self._where, shape, "shape")), y)
+        return as_given(self._invert(flat, g), y)
 
     def _invert(self, flat: torch.Tensor, g: Geometry) -> torch.Tensor:
         self.check_words(g)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fp4 import check
 from fp4.errors import LayoutError, shown
 from fp4.layout_spec import WordProgram
 
-__all__ = ["ByteRange", "Reason", "as_bytes", "as_storage", "checked_index", "map_words", "whole", "whole_list"]
+__all__ = ["ByteRange", "Bytes", "Reason", "as_bytes", "as_given", "as_storage", "checked_index", "map_words", "whole", "whole_list"]
+
+#: a torch tensor in gives a torch tensor back, a numpy array a numpy array
+Bytes = TypeVar("Bytes", torch.Tensor, npt.NDArray[Any])
 
 
 @dataclass(frozen=True)
@@ -80,19 +84,24 @@ def map_words(y: torch.Tensor, program: WordProgram) -> torch.Tensor:
     return out.view(torch.uint8)
 
 
-def as_bytes(where: str, x: Any) -> tuple[torch.Tensor, bool]:
-    """x as a u8 torch tensor, and whether it came from numpy."""
+def as_bytes(where: str, x: Any) -> torch.Tensor:
+    """x as a u8 torch tensor."""
     if isinstance(x, np.ndarray):
         if x.dtype.itemsize != 1 or x.dtype == np.bool_:
             raise LayoutError(f"{where}: input has dtype {x.dtype}; need raw bytes, pass x.view(np.uint8)")
-        return torch.from_numpy(np.ascontiguousarray(x).view(np.uint8)), True
+        return torch.from_numpy(np.ascontiguousarray(x).view(np.uint8))
     if not isinstance(x, torch.Tensor):
         raise LayoutError(f"{where}: input is {type(x).__name__}; need a torch tensor or a numpy array of bytes")
-    return check.raw_bytes(where, "input", x, LayoutError), False
+    return check.raw_bytes(where, "input", x, LayoutError)
 
 
-def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
-    """Flat u8 bytes of storage of any dtype, and whether they came from numpy."""
+def as_given(t: torch.Tensor, given: Bytes) -> Bytes:
+    """t, as a numpy array where that is what the caller gave."""
+    return t.numpy() if isinstance(given, np.ndarray) else t
+
+
+def as_storage(where: str, y: Any, need: int) -> torch.Tensor:
+    """Flat u8 bytes of storage of any dtype."""
     numpy = isinstance(y, np.ndarray)
     if not numpy and not isinstance(y, torch.Tensor):
         raise LayoutError(f"{where}: storage is {type(y).__name__}; need a torch tensor or a numpy array")
@@ -105,7 +114,7 @@ def as_storage(where: str, y: Any, need: int) -> tuple[torch.Tensor, bool]:
     t = torch.from_numpy(y.reshape(-1).view(np.uint8)) if numpy else y.reshape(-1).view(torch.uint8)
     if t.numel() != need:
         raise LayoutError(f"{where}: storage has {t.numel()} bytes; need {need} for this shape")
-    return t, numpy
+    return t
 
 
 def checked_index(where: str, value: Any, size: int, what: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from fp4.errors import LayoutError
 from fp4.layout import Layout, Orders
-from fp4.layout_bytes import as_bytes, as_storage, checked_index, whole, whole_list
+from fp4.layout_bytes import Bytes, as_bytes, as_given, as_storage, checked_index, whole, whole_list
 
 __all__ = ["Chain", "Segmented"]
 
@@ -55,14 +55,14 @@ class Chain(Orders):
         """Stored bytes, leading dimensions included."""
         return math.prod(self.padded(shape))
 
-    def apply(self, x: Any) -> Any:
+    def apply(self, x: Bytes) -> Bytes:
         """As ``Layout.apply``."""
         y, shape = x, tuple(x.shape)
         for step, read in zip(self.steps, self._shapes(shape), strict=False):
             y = step.apply(y.reshape(read))
         return y
 
-    def invert(self, y: Any, shape: Sequence[int]) -> Any:
+    def invert(self, y: Bytes, shape: Sequence[int]) -> Bytes:
         """As ``Layout.invert``."""
         for step, read in zip(reversed(self.steps), reversed(self._shapes(shape)[:-1]), strict=True):
             y = step.invert(y, read)
@@ -139,26 +139,24 @@ class Segmented:
             raise LayoutError(f"segmented {self.layout.name}: capacity of {self.capacity} rows holds {total} bytes; need {used}")
         return total
 
-    def apply(self, x: Any) -> Any:
+    def apply(self, x: Bytes) -> Bytes:
         """x: u8 [rows, columns] -> u8 [nbytes]."""
-        t, numpy = as_bytes(f"segmented {self.layout.name}", x)
+        t = as_bytes(f"segmented {self.layout.name}", x)
         total = self.nbytes(t.shape)
-        parts = [self.layout.apply(t[a:b]) for a, b in pairwise(self.starts)]
+        parts: list[torch.Tensor] = [self.layout.apply(t[a:b]) for a, b in pairwise(self.starts)]
         rest = total - sum(p.numel() for p in parts)
-        y = torch.cat([*parts, torch.full((rest,), self.layout.fill, dtype=torch.uint8, device=t.device)])
-        return y.numpy() if numpy else y
+        return as_given(torch.cat([*parts, torch.full((rest,), self.layout.fill, dtype=torch.uint8, device=t.device)]), x)
 
-    def invert(self, y: Any, shape: Sequence[int]) -> Any:
+    def invert(self, y: Bytes, shape: Sequence[int]) -> Bytes:
         """u8 [nbytes] -> u8 [rows, columns]."""
         _, columns = self._check(shape)
-        flat, numpy = as_storage(f"segmented {self.layout.name}", y, self.nbytes(shape))
+        flat = as_storage(f"segmented {self.layout.name}", y, self.nbytes(shape))
         bases = self.bases(columns)
-        parts = [
+        parts: list[torch.Tensor] = [
             self.layout.invert(flat[bases[i] : bases[i + 1]], (self.starts[i + 1] - self.starts[i], columns))
             for i in range(len(self.starts) - 1)
         ]
-        x = torch.cat([*parts, flat.new_empty((0, columns))])
-        return x.numpy() if numpy else x
+        return as_given(torch.cat([*parts, flat.new_empty((0, columns))]), y)
 
     def offset(self, shape: Sequence[int], m: int, k: int) -> int:
         """Unit offset of row m, column k; ints."""

@@ -1,7 +1,8 @@
 """The catalogue: one line for each storage layout, with its origin and the library versions for which its bytes were checked.
 
 ``fp4.layouts["sf_128x4"]``, ``fp4.layouts.names()``; parametrised ones are also ``fp4.layouts["hopper_sf(num_warps=4)"]`` or
-``fp4.layouts.get("hopper_sf", num_warps=4)``. Logical rows are N (M for activations), columns the bytes or block scales along K.
+``fp4.layouts.get("hopper_sf", num_warps=4)``. ``fp4.layouts.parse`` reads chains and specs too, ``"gate_up_pairs >> sf_128x4"``, and so
+does everything that takes the text of a layout. Logical rows are N (M for activations), columns the bytes or block scales along K.
 A layout that pads says so with ``pad``; where versions of one library pad differently, padding is a parameter that the adapter sets
 from a probe.
 """
@@ -17,10 +18,10 @@ from typing import Any
 
 from fp4.errors import LayoutError, shown
 from fp4.errors import unknown as unknown_name
-from fp4.layout import Layout
+from fp4.layout import Chain, Layout
 from fp4.layout_bytes import whole
 
-__all__ = ["PLAIN", "WORD_A", "WORD_B", "get", "layouts", "names", "variants"]
+__all__ = ["PLAIN", "WORD_A", "WORD_B", "get", "layouts", "names", "parse", "variants"]
 
 _FI, _TK = "FlashInfer", "triton_kernels"
 _TABLE: dict[str, Callable[..., Layout]] = {}
@@ -274,6 +275,8 @@ def variants(name: str) -> list[Layout]:
 
 def get(name: str, **parameters: int) -> Layout:
     """The layout of a name, or of ``"name(parameter=value)"``. Raises LayoutError for an unknown name or parameter."""
+    if isinstance(name, str) and (">>" in name or "->" in name):
+        raise LayoutError(f"layouts: {shown(name)} is a {'chain' if '>>' in name else 'spec'}, no name; fp4.layouts.parse(...) reads it")
     base, _, inside = str(name).partition("(")
     make = _TABLE.get(base.strip())
     if make is None:
@@ -295,8 +298,24 @@ def get(name: str, **parameters: int) -> Layout:
     return make(**parameters)
 
 
+def parse(text: str) -> Layout | Chain:
+    """The layout of a catalogue name, a spec, or several of them joined with `` >> ``. Raises LayoutError.
+
+    >>> parse("gate_up_pairs >> (mo m4) k -> mo k m4").name
+    'gate_up_pairs >> (mo m4) k -> mo k m4'
+    """
+    first, *rest = [Layout(part, part) if "->" in part else get(part) for part in map(str.strip, str(text).split(">>"))]
+    out: Layout | Chain = first
+    for step in rest:
+        out = out >> step
+    return out
+
+
 class _Catalogue(types.ModuleType):
-    """This module, indexable: ``import fp4.layouts`` and ``fp4.layouts["sf_128x4"]`` are the same object."""
+    """The catalogue of storage layouts: ``fp4.layouts["sf_128x4"]``, ``fp4.layouts.names()``, ``.get``, ``.parse``, ``.variants``."""
+
+    # The module's own functions; written here for those who look at the class: help(), editors, type checkers.
+    names, get, parse, variants = staticmethod(names), staticmethod(get), staticmethod(parse), staticmethod(variants)
 
     def __getitem__(self, name: str) -> Layout:
         return get(name)
@@ -314,6 +333,15 @@ class _Catalogue(types.ModuleType):
             return False
         return True
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return names()
 
-layouts = sys.modules[__name__]
-layouts.__class__ = _Catalogue
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_this: Any = sys.modules[__name__]
+_this.__class__ = _Catalogue
+#: this module, indexable: ``import fp4.layouts`` gives the same object
+layouts: _Catalogue = _this

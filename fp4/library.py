@@ -14,7 +14,7 @@ from fp4 import formats
 from fp4 import layouts as catalogue
 from fp4 import recipe as recipe_module
 from fp4.formats import Format
-from fp4.layout import Layout
+from fp4.layout import Chain, Layout
 from fp4.recipe import Recipe
 from fp4.ref import quantize as ref
 
@@ -91,7 +91,7 @@ def byte_shape(x: torch.Tensor, fmt: Format) -> tuple[int, ...]:
 
 
 def quantize_into(
-    x: torch.Tensor, fmt: Format, how: Recipe, g: torch.Tensor | None, gs: torch.Tensor | None, per_expert: bool, order: Layout
+    x: torch.Tensor, fmt: Format, how: Recipe, g: torch.Tensor | None, gs: torch.Tensor | None, per_expert: bool, order: Layout | Chain
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As ``quantize_last``, the scales in the storage order of ``order``: by the kernel's own stores where it can, else by ``apply``."""
     chained = g is None and gs is None
@@ -99,8 +99,9 @@ def quantize_into(
     if _on_gpu(x):
         from fp4.ref import triton_quantize
 
-        own = isinstance(order, Layout) and order.word is None and order.unit == "byte" and x.ndim <= 3
-        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs, scale_layout=order if own else None, chained=chained)
+        direct = order if isinstance(order, Layout) and order.word is None and order.unit == "byte" and x.ndim <= 3 else None
+        own = direct is not None
+        codes, scale = triton_quantize.quantize_blocks(x, fmt, how, g, gs, scale_layout=direct, chained=chained)
     else:
         own = False
         codes, scale = ref.quantize_blocks(x, fmt, how, g, gs)

@@ -8,7 +8,7 @@ Tensors on a CPU go to the vectorised torch code, tensors on a GPU to the golden
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from fp4 import layouts as catalogue
 from fp4 import recipe as recipe_module
 from fp4.errors import FormatMismatch, Fp4Error, LayoutMismatch, Unsupported, shown
 from fp4.formats import Format
-from fp4.layout import Layout
+from fp4.layout import Chain, Layout
 from fp4.library import byte_shape, dequantize_last, quantize_into, quantize_last, straight
 from fp4.recipe import Recipe
 from fp4.stored import Stored, StoredQuantized
@@ -99,6 +99,7 @@ def _arguments(
     return last, fmt, how, g, gs, per_expert
 
 
+@overload
 def quantize(
     x: torch.Tensor,
     format: str | Format = "nvfp4",
@@ -107,8 +108,33 @@ def quantize(
     axis: int = -1,
     *,
     encode_scale: torch.Tensor | float | None = None,
-    scale_layout: Layout | str | None = None,
-) -> Any:
+    scale_layout: None = None,
+) -> QuantizedTensor: ...
+
+
+@overload
+def quantize(
+    x: torch.Tensor,
+    format: str | Format = "nvfp4",
+    recipe: str | Recipe = "default",
+    global_scale: torch.Tensor | float | str | None = None,
+    axis: int = -1,
+    *,
+    encode_scale: torch.Tensor | float | None = None,
+    scale_layout: Layout | Chain | str,
+) -> StoredQuantized: ...
+
+
+def quantize(
+    x: torch.Tensor,
+    format: str | Format = "nvfp4",
+    recipe: str | Recipe = "default",
+    global_scale: torch.Tensor | float | str | None = None,
+    axis: int = -1,
+    *,
+    encode_scale: torch.Tensor | float | None = None,
+    scale_layout: Layout | Chain | str | None = None,
+) -> QuantizedTensor | StoredQuantized:
     """Quantise x in blocks along ``axis``.
 
     Shapes, with k = x.shape[axis] a multiple of the block::
@@ -148,7 +174,7 @@ def _stored(
     g: torch.Tensor | None,
     gs: torch.Tensor | None,
     per_expert: bool,
-    order: Layout,
+    order: Layout | Chain,
     shape: tuple[int, ...],
     axis: int,
 ) -> StoredQuantized:
@@ -210,25 +236,26 @@ def fake_quantize(
     return out.movedim(-1, axis)
 
 
-def _layout(layout: Layout | str) -> Layout:
+def _layout(layout: Layout | Chain | str) -> Layout | Chain:
     if isinstance(layout, str):
-        return catalogue.get(layout)
-    if not hasattr(layout, "apply") or not hasattr(layout, "invert"):
-        raise Fp4Error(f"to_layout: layout is {type(layout).__name__}; need a Layout or one of fp4.layouts.names()")
+        return catalogue.parse(layout)
+    if not isinstance(layout, (Layout, Chain)):
+        raise Fp4Error(f"to_layout: layout is {type(layout).__name__}; need a Layout, a chain or text such as 'gate_up_pairs >> sf_128x4'")
     return layout
 
 
-def _catalogued(order: Layout) -> bool:
+def _catalogued(order: Layout | Chain) -> bool:
     """Whether a name is all that an op needs to find the layout again."""
     return isinstance(order, Layout) and order.name in catalogue.names() and catalogue.get(order.name) == order
 
 
-def to_layout(t: torch.Tensor | Stored, layout: Layout | str) -> Stored:
+def to_layout(t: torch.Tensor | Stored, layout: Layout | Chain | str) -> Stored:
     """Bytes in another storage order.
 
     Shapes::
 
         t: u8 (or an 8-bit dtype) [..., rows, columns], logical order; or a Stored
+        layout: a Layout, a chain, or their text: a catalogue name, a spec, or several joined with " >> "
         -> Stored with data u8 [..., layout.nbytes of one expert]
 
     A Stored in the same layout is returned as it is; in another it is LayoutMismatch: restore() it first. Raises LayoutError when

@@ -189,6 +189,9 @@ class _Recipes(Mapping[str, Recipe]):
         not compared: the recipe runs there, and no library is known to write those bytes."""
         return dict(COMPARED.get(self[name].name, {}))
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(_PRESETS)
+
     def __repr__(self) -> str:
         return f"recipes({', '.join(_PRESETS)})"
 

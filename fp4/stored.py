@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4.formats import Format
-from fp4.layout import Layout
+from fp4.layout import Chain, Layout
 from fp4.recipe import Recipe
 from fp4.tensor import QuantizedTensor, second_level
 
@@ -28,7 +28,7 @@ class Stored:
     """
 
     data: torch.Tensor
-    layout: Layout
+    layout: Layout | Chain
     shape: tuple[int, ...]
 
     def restore(self) -> torch.Tensor:

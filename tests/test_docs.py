@@ -90,3 +90,14 @@ def test_links_between_pages_exist() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: link to {target}"
+
+
+def test_names_of_the_pages_resolve() -> None:
+    """Every ``fp4.a.b`` that a page for users writes is there after ``import fp4``, in a process that imported nothing else."""
+    inside = {"backends.md", "flashinfer.md", "kernels.md"}  # they speak of modules, not of what a user calls
+    dotted = re.compile(r"(?<![\w./-])fp4(?:\.[A-Za-z]\w*)+(?!\w*/)")
+    names = {n for page in PAGES if page.name not in inside for n in dotted.findall(page.read_text())}
+    assert len(names) > 30
+    code = "import sys, fp4\nfor name in sys.argv[1:]:\n    try: eval(name)\n    except AttributeError as error: print(name, error)"
+    done = subprocess.run([sys.executable, "-c", code, *sorted(names)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

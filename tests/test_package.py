@@ -81,3 +81,18 @@ def test_one_module_reads_the_environment() -> None:
 def test_dir_lists_the_public_names_only() -> None:
     names = json.loads(_python("import json, fp4; fp4.layouts, fp4.quantize; print(json.dumps([dir(fp4), fp4.__all__]))"))
     assert {n for n in names[0] if not n.startswith("_")} == {n for n in names[1] if not n.startswith("_")}
+
+
+@pytest.mark.parametrize("name", ["encode", "errors", "formats", "fuse", "layouts", "ref", "testing"])
+def test_a_public_module_lists_its_own_names_only(name: str) -> None:
+    """Tab completion after ``fp4.fuse.`` offers no ``torch`` and no helper. In a process of its own, where nothing else was imported."""
+    listed, declared = json.loads(_python(f"import json, fp4; m = fp4.{name}; print(json.dumps([dir(m), m.__all__]))"))
+    assert {n for n in listed if not n.startswith("_")} == {*declared}
+    assert _python(f"import fp4; m = fp4.{name}; print([getattr(m, n) for n in m.__all__ if n != 'strategies'] and 'good')") == "good\n"
+
+
+def test_catalogues_complete_their_keys() -> None:
+    import fp4
+
+    assert fp4.layouts._ipython_key_completions_() == fp4.layouts.names()
+    assert fp4.recipes._ipython_key_completions_() == fp4.recipes.names()

@@ -267,6 +267,14 @@ class Checkpoint:
             return dequantize_record(self._reader(record), torch.float32)
         return self._reader(record).quantized()
 
+    def quantized(self, name: str) -> QuantizedTensor:
+        """``ck[name]`` of a block-quantised tensor. Raises CheckpointError for any other, as it does for damaged scales."""
+        record = self.record(name)
+        if record.kind != "block":
+            what = "per-tensor or 2-D block FP8" if record.kind == "fp8" else "not quantised"
+            raise CheckpointError(f"{self.path}: {name!r} is {what}, it has no 4-bit codes; ck.dequantize({name!r}) gives its values")
+        return self._reader(record).quantized()
+
     def _reader(self, record: Record) -> Reader:
         return Reader(self.store, record, self._warn, self._trust_range, self._repair)
 

@@ -9,7 +9,7 @@ import typer
 
 from fp4.cli.table import dump, table
 
-__all__ = ["app", "parse_shape", "resolve", "same_as"]
+__all__ = ["app", "parse_shape", "same_as"]
 
 app = typer.Typer(
     help="Storage layouts: list, show, equal.",
@@ -33,18 +33,6 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if len(shape) < 2 or min(shape) < 0:
         raise LayoutError(f"layout: shape {text!r} is not MxK; need rows and byte columns such as 1024x64, or experts first, 8x1024x64")
     return shape
-
-
-def resolve(text: str) -> Any:
-    """A Layout or a Chain of a name, a chain of names or a spec. Raises LayoutError."""
-    from fp4.layout import Layout
-    from fp4.layouts import get
-
-    steps = [Layout("spec", part.strip()) if "->" in part else get(part.strip()) for part in text.split(">>")]
-    out: Any = steps[0]
-    for step in steps[1:]:
-        out = out >> step
-    return out
 
 
 def same_as(layout: Any) -> tuple[list[str], list[str]]:
@@ -102,8 +90,9 @@ def show(
     from fp4.errors import LayoutError
     from fp4.layout import Layout
     from fp4.layout_doc import sample_shape
+    from fp4.layouts import parse
 
-    layout = resolve(name)
+    layout: Any = parse(name)
     single = isinstance(layout, Layout)
     size = parse_shape(shape) if shape else sample_shape(layout) if single else None
     if size is None:
@@ -140,7 +129,9 @@ def _text(value: Any) -> str:
 @app.command()
 def equal(a: Name, b: Name) -> None:
     """Whether two layouts store the same bytes for every shape: exit status 0 when they do, 1 when they do not."""
-    left, right = resolve(a), resolve(b)
+    from fp4.layouts import parse
+
+    left, right = parse(a), parse(b)
     if left == right:
         print(f"equal: {left.name} and {right.name} store the same bytes for every shape")
         return

@@ -42,7 +42,9 @@ def prepare(
     every backend's reason, FormatMismatch for a tensor that is no [n, k] weight.
     """
     if not isinstance(q, QuantizedTensor):
-        raise FormatMismatch(f"prepare: got {type(q).__name__}; need a QuantizedTensor (fp4.quantize, or fp4.open_checkpoint(path)[name])")
+        raise FormatMismatch(
+            f"prepare: got {type(q).__name__}; need a QuantizedTensor (fp4.quantize, or ck.quantized(name) of fp4.open_checkpoint)"
+        )
     if q.codes.ndim != 2:
         raise FormatMismatch(f"prepare: weight has shape {list(q.shape)}; need [n, k]; stacked experts go to fp4.prepare_moe")
     if not extras_applied:

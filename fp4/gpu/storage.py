@@ -102,13 +102,9 @@ def _resize(t: torch.Tensor, rows: int, cols: int, order: str | None, fill: int)
 @functools.lru_cache(maxsize=256)
 def _chain(spec: str) -> Any:
     """The Layout (or chain) of a spec."""
-    from fp4.layouts import get
+    from fp4.layouts import parse
 
-    first, *rest = [get(name.strip()) for name in spec.split(">>")]
-    chain: Any = first
-    for layout in rest:
-        chain = chain >> layout
-    return chain
+    return parse(spec)
 
 
 def _encodes(names: tuple[str, ...], t: torch.Tensor, backward: bool = False) -> torch.Tensor:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp4.testing.compare import assert_same_bytes
 from fp4.testing.mutants import mutants
@@ -14,11 +13,18 @@ from fp4.testing.mutants import mutants
 __all__ = ["assert_same_bytes", "goldens", "mutants", "strategies"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("goldens", "strategies"):
-        return importlib.import_module(f"fp4.testing.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__
 
 
 if TYPE_CHECKING:
-    from fp4.testing import goldens, strategies
+    from fp4.testing import goldens as goldens
+    from fp4.testing import strategies as strategies
+else:
+
+    def __getattr__(name):
+        import importlib
+
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")

@@ -14,6 +14,11 @@ from fp4.layout import Layout
 
 __all__ = ["assert_same_bytes"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 #: logical positions searched for the unit behind a storage byte; larger tensors only get the flat index
 _SEARCH = 1 << 24
 

@@ -13,6 +13,10 @@ from fp4.layout import Chain, Layout
 __all__ = ["counter_bytes", "digest"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def counter_bytes(shape: Sequence[int]) -> npt.NDArray[np.uint8]:
     """u8 ``shape``: byte i of the row-major order is ``(i * 2654435761 mod 2^32) >> 24``; neighbours differ and no short period repeats."""
     n = int(np.prod(shape, dtype=np.int64))

@@ -15,6 +15,10 @@ from fp4.layout import Layout
 __all__ = ["byte_arrays", "byte_tensors", "catalogue_layouts", "finite_floats", "layouts", "shapes"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def catalogue_layouts() -> st.SearchStrategy[Layout]:
     """Any layout of the catalogue, families with each of their usual parameters."""
     return st.sampled_from([layout for name in catalogue.names() for layout in catalogue.variants(name)])
