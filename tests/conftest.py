@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import zlib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("sm90") and _capability()[0] != 9:
             item.add_marker(no_hopper)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Random tensors of a test are the same in every run: a bound that fails once in a thousand draws fails always or never. The CPU's
+    generator alone: seeding a GPU's is an error while a graph is captured."""
+    torch.default_generator.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(scope="session")

@@ -263,6 +263,22 @@ def test_i_deepseek_nvfp4(tmp_path: Path, algo: str | None) -> None:
     check(ex.write(tmp_path), ex, "deepseek")
 
 
+@pytest.mark.parametrize(("outer", "inner", "says"), [("MXFP4", None, "mxfp4 needs"), ("MXFP4", "NVFP4", "moe_quant_algo 'MXFP4'.*'NVFP4'")])
+def test_i_deepseek_nvfp4_under_another_name(tmp_path: Path, outer: str, inner: str | None, says: str) -> None:
+    """The key outside of the quantisation block counts as well, and must not contradict the one inside."""
+    ex = cb.deepseek()
+    ex.config["moe_quant_algo"] = outer
+    if inner:
+        ex.config["quantization_config"]["moe_quant_algo"] = inner
+    for e in range(2):
+        for i, name in enumerate(("w1", "w2", "w3")):
+            m = f"layers.0.ffn.experts.{e}.{name}"
+            ex.tensors.pop(f"{m}.scale")
+            cb.add_nvfp4(ex, m, 64, 64, 0.5, 0.25, seed=3 * e + i)
+    with pytest.raises(fp4.CheckpointError, match=says):
+        fp4.open_checkpoint(ex.write(tmp_path))
+
+
 def deepseek_v4_nvfp4() -> cb.Example:
     """As ModelOpt writes them: the experts of the layers in NVFP4, those of the prediction layer as they were."""
     ex = cb.deepseek()

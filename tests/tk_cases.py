@@ -60,7 +60,8 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 def dense(fmt: str, n: int, k: int, dtype: torch.dtype = torch.bfloat16, g: float | None = None) -> dict[str, Any]:
     w = weight(n + k, fmt, n, k, global_scale=None if g is None else torch.tensor(g))
     p = fp4.prepare(w, "triton_kernels", device=DEVICE, act_dtype=dtype)
-    x, bias = torch.randn(5, k, dtype=dtype), torch.randn(n)
+    seeded = torch.Generator().manual_seed(n * k)
+    x, bias = torch.randn(5, k, generator=seeded).to(dtype), torch.randn(n, generator=seeded)
     y = fp4.matmul(x, poisoned(p), bias)
     return {"error": error(y, fp4.matmul(x, fp4.prepare(w, "reference"), bias)), "restored": same(p.restore(), w)}
 
@@ -133,8 +134,9 @@ def main() -> int:
                 e = e.__cause__  # type: ignore[assignment]
             traceback.print_exception(e, file=sys.stderr)
             result = {"error": float("inf"), "restored": False, "raised": f"{type(e).__name__}: {e}"}
-        # dense: the same exact products, one rounding. moe: the intermediate and each slot are rounded to bf16 (2^-9) on the way
-        bad += not (result["restored"] and result["error"] < (6e-3 if "moe" in name else 1e-4))
+        # dense: the same exact products, added in another order, so that the one rounding may go the other way in a few of 240 or more
+        # outputs (2^-8 each: 2.5e-4 for one). moe: the intermediate and each slot are rounded to bf16 (2^-9) on the way
+        bad += not (result["restored"] and result["error"] < (6e-3 if "moe" in name else 5e-4))
         print(json.dumps({"case": name, **result}), flush=True)
     return int(bad > 0)
 

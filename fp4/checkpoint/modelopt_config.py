@@ -96,7 +96,9 @@ class Settings:
         more = {"moe_quant_algo"} if hybrid else set()
         if hybrid:  # ModelOpt's keys stand beside those of the FP8 linears
             flat = {k: v for k, v in flat.items() if k in _FLAT_KEYS | more and k != "quant_method"}
-            flat.update({"moe_quant_algo": v} if (v := config.get("moe_quant_algo")) is not None and "moe_quant_algo" not in flat else {})
+            outer = config.get("moe_quant_algo")
+            if outer is not None and flat.setdefault("moe_quant_algo", outer) != outer:
+                plan.disagree(f"config.json says moe_quant_algo {outer!r}, its {flat_where} says {flat['moe_quant_algo']!r}")
         if not flat and "quant_algo" in config.model:  # the block itself saved as config.json
             flat_where, flat = "config.json", {k: v for k, v in config.model.items() if k in _FLAT_KEYS}
         if isinstance(flat.get("quantization"), dict):  # the nested file's content saved inside quantization_config

@@ -216,7 +216,10 @@ def test_trtllm_deferred_finalize() -> None:
     ids[1, 0] = -1
     with pretend.gpu((10, 0), emulator.functions), poisoned():
         prepared = layer.prepare("flashinfer_trtllm", Device.fake((10, 0)))
-        rows, weights, index = backend.deferred(prepared)(layer.x, ids, layer.weights)
+        call = backend.deferred(prepared)
+        rows, weights, index = call(layer.x, ids, layer.weights)
+        with pytest.raises(fp4.FormatMismatch, match="zero tokens"):
+            call(layer.x[:0], ids[:0], layer.weights[:0])
     assert index.shape == ids.shape
     assert bool((index[ids < 0] == -1).all())
     taken = emulator.exact[index.long().clamp(min=0)] * (index >= 0).unsqueeze(-1)
