@@ -263,7 +263,7 @@ def test_i_deepseek_nvfp4(tmp_path: Path, algo: str | None) -> None:
     check(ex.write(tmp_path), ex, "deepseek")
 
 
-@pytest.mark.parametrize(("outer", "inner", "says"), [("MXFP4", None, "mxfp4 needs"), ("MXFP4", "NVFP4", "moe_quant_algo 'MXFP4'.*'NVFP4'")])
+@pytest.mark.parametrize(("outer", "inner", "says"), [("MXFP4", None, "mxfp4 needs"), ("MXFP4", "NVFP4", "algo 'MXFP4'.*'NVFP4'")])
 def test_i_deepseek_nvfp4_under_another_name(tmp_path: Path, outer: str, inner: str | None, says: str) -> None:
     """The key outside of the quantisation block counts as well, and must not contradict the one inside."""
     ex = cb.deepseek()
