@@ -13,7 +13,7 @@ import fp4
 from fp4.cli import main
 from fp4.gpu import registry
 from fp4.gpu.backends import triton
-from fp4.gpu.device import KNOWN, Device
+from fp4.gpu.device import KNOWN, SM8X, SM90, SM100, SM120, Device
 
 README = Path(__file__).parents[1] / "README.md"
 #: what the table calls a backend
@@ -41,6 +41,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FP4_BACKEND", "FP4_DISABLE", "FP4_STRICT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(triton, "_interpreted", lambda: False)  # the interpreter of the tests is no CPU backend
+
+
+def test_each_capability_is_in_the_set_of_its_generation() -> None:
+    """Kernels ask for membership, so a capability that a set leaves out is served by nothing that was made for it."""
+    for major, members in ((8, SM8X), (9, SM90), (10, SM100), (12, SM120)):
+        assert members == {cc for cc in KNOWN if cc.major == major}
 
 
 def table() -> list[list[str]]:
