@@ -354,6 +354,15 @@ def test_saving_into_a_missing_folder_says_so(tmp_path: Path) -> None:
         w.save(tmp_path / "missing" / "w.safetensors")
 
 
+def test_a_prepared_weight_is_itself_alone() -> None:
+    """It is equal to no other, equal bytes or not, and can be a key: engines keep them in dicts and sets."""
+    q = fp4.quantize(torch.randn(32, 64), "mxfp4")
+    w, other = fp4.prepare(q, "reference"), fp4.prepare(q, "reference")
+    assert w == w
+    assert w != other
+    assert {w: 1, other: 2}[w] == 1
+
+
 def test_docstring_lists_the_methods() -> None:
     for cls in (prepared_module.Prepared, prepared_module.PreparedMoE):
         for name in ("restore", "save", "shards", "explain", "warmup"):
