@@ -62,7 +62,7 @@ def weights(checks: Checks, out: Path) -> None:
     for folder in sorted(p.parent for p in SAMPLES.rglob("dequantized_by_library.safetensors")):
         name = str(folder.relative_to(SAMPLES))
         source = folder if (folder / "config.json").is_file() else next(p for p in folder.glob("*.safetensors") if "library" not in p.name)
-        report = inspect.collect(source, "config")
+        report = inspect.collect(source)
         target = out / "inspect" / f"{name.replace('/', '-')}.txt"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(inspect.render(report).replace(str(ROOT), ".") + "\n")

@@ -43,7 +43,10 @@ class TensorReport:
     global_direction: str | None = None
     input_scale: list[float] | None = None
     gate_up: str | None = None
+    #: "static" (its scale is in the file), "dynamic", or None where the file does not say
     activations: str | None = None
+    #: format that the config wants activations in
+    act: str | None = None
     signs: list[str] = field(default_factory=list)
     #: what is worth knowing and no trouble
     notes: list[str] = field(default_factory=list)
@@ -109,6 +112,7 @@ def _one(ck: Checkpoint, record: Record) -> TensorReport:
         parts=dict(record.parts),
         gate_up=record.gate_up,
         activations=record.activations,
+        act=record.act,
     )
     if record.kind == "block":
         _block(ck, record, report)

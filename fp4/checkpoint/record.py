@@ -128,7 +128,7 @@ def check_scale(record: Record, where: str, scale: torch.Tensor) -> None:
     raise CheckpointError(
         f"{where}: scale byte 0x{byte:02X} at {list(index)} {what}; {count} such byte{'s' * (count != 1)}; "
         f"the {kind.name} scale must be finite"
-        + ("; write the file again, or open_checkpoint(path, repair=True), which takes 1.0 where the block's codes are all zero" * nan)
+        + ("; write the file again, or open it with repair=True, which takes 1.0 where the block's codes are all zero" * nan)
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,13 @@ from typing import Any
 __all__ = ["main"]
 
 
+#: arguments of ``open_checkpoint`` that are options here, as messages name them: ``trust='tensors'``, ``repair=True``
+_ARGUMENT = re.compile(r"\b(trust|activations|repair|rename)=(?:'(\w+)'|True)")
+
+
 def _say(text: str) -> None:
+    """One line on stderr; arguments of the Python call are written as the options that the user of a command has."""
+    text = _ARGUMENT.sub(lambda m: f"--{m[1]} {m[2]}" if m[2] else f"--{m[1]}", text)
     if sys.stderr is None:  # closed before the start; print would take stdout instead
         return
     with contextlib.suppress(OSError):  # or closed since
@@ -123,7 +130,7 @@ def _main(argv: Sequence[str] | None) -> int:
         _say("output was closed before the end")
     except usage_error as error:
         where = error.ctx.command_path if error.ctx else "fp4"
-        _say(f"{error.format_message()} Try: {where} --help")
+        _say(f"{error.format_message().rstrip('.')}. Try: {where} --help")
     except click_exception as error:
         _say(error.format_message())
     except (KeyboardInterrupt, typer.Abort):

@@ -24,6 +24,25 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Trust = Annotated[str, typer.Option(help="config: a contradiction between config and tensors is an error; tensors: believe the tensors")]
+Activations = Annotated[
+    str | None,
+    typer.Option(help="weight_only or dynamic: go on without the activation scales that the config promises"),
+]
+Repair = Annotated[bool, typer.Option("--repair", help="a NaN scale over a block of zero codes becomes 1.0")]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option("--rename", metavar="CONFIG=FILE", help="how the file spells a module name of the config; may be repeated"),
+]
+
+
+def _opening(trust: str, activations: str | None, repair: bool, rename: list[str] | None) -> dict[str, Any]:
+    """Arguments of ``open_checkpoint``; every command that reads a checkpoint has them all."""
+    from fp4.errors import Fp4Error
+
+    pairs = [text.partition("=") for text in rename or ()]
+    if bad := [text for text, (key, _, value) in zip(rename or (), pairs, strict=True) if not key or not value]:
+        raise Fp4Error(f"--rename is {bad[0]!r}; need CONFIG=FILE such as visual=vision")
+    return {"trust": trust, "activations": activations, "repair": repair, "rename": {key: value for key, _, value in pairs} or None}
 
 
 def _version(value: bool) -> None:
@@ -59,12 +78,15 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="a folder, an index file or one .safetensors file")],
     json: Json = False,
     trust: Trust = "config",
+    activations: Activations = None,
+    repair: Repair = False,
+    rename: Rename = None,
     check: Annotated[bool, typer.Option("--check", help="exit status 1 when there is a suspicious sign")] = False,
 ) -> None:
     """What a checkpoint holds, tensor by tensor, with suspicious signs."""
     from fp4.cli import inspect as module
 
-    report = module.collect(path, trust)
+    report = module.collect(path, _opening(trust, activations, repair, rename))
     print(dump(report) if json else module.render(report))
     if check and report["suspicious"]:
         raise typer.Exit(1)
@@ -76,13 +98,16 @@ def dequantize(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder, or a new .safetensors file")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     trust: Trust = "config",
+    activations: Activations = None,
+    repair: Repair = False,
+    rename: Rename = None,
     fold: Annotated[bool, typer.Option(help="apply pre_quant_scale and low-rank branches to the weight")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
 ) -> None:
     """Write the checkpoint with every quantised tensor as the unquantised model holds it."""
     from fp4.cli import dequantize as module
 
-    print(module.run(source, target, dtype, trust, fold, quiet))
+    print(module.run(source, target, dtype, _opening(trust, activations, repair, rename), fold, quiet))
 
 
 @app.command()
@@ -93,13 +118,17 @@ def convert(
     format: Annotated[str | None, typer.Option(help="nvfp4: cast MXFP4 weights, where that is exact; default: keep each format")] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="cast also what does not fit, and say how many elements changed")] = False,
     trust: Trust = "config",
+    activations: Activations = None,
+    repair: Repair = False,
+    rename: Rename = None,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
 ) -> None:
     """Write a checkpoint in another producer's dialect, and say of each tensor whether that is exact. Exit status 1: refused."""
     from fp4.cli import convert as module
 
-    report, refusal = module.run(source, target, to, format, lossy, trust, quiet or json)
+    opening = _opening(trust, activations, repair, rename)
+    report, refusal = module.run(source, target, to, format, lossy, opening, quiet or json)
     print(dump(report) if json else module.render(report, bool(refusal)))
     if refusal:
         print(f"fp4: {refusal}", file=sys.stderr)
@@ -139,12 +168,16 @@ def verify(
     b: Annotated[Path, typer.Argument(metavar="B", help="another one")],
     tolerance: Annotated[float, typer.Option(help="largest relative Frobenius error of a tensor; 0: equal values")] = 0.0,
     fold: Annotated[bool, typer.Option(help="apply pre_quant_scale and low-rank branches, as dequantize does")] = True,
+    trust: Trust = "config",
+    activations: Activations = None,
+    repair: Repair = False,
+    rename: Rename = None,
     json: Json = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor by the values they mean. Exit status 1 on a difference."""
     from fp4.cli import verify as module
 
-    report = module.collect(a, b, tolerance, fold=fold)
+    report = module.collect(a, b, tolerance, fold=fold, opening=_opening(trust, activations, repair, rename))
     print(dump(report) if json else module.render(report))
     if report["different"]:
         raise typer.Exit(1)
@@ -157,13 +190,18 @@ def error(
     format: Annotated[list[str] | None, typer.Option("--format", help="default: all")] = None,
     recipe: Annotated[list[str] | None, typer.Option("--recipe", help="default: all")] = None,
     seed: Annotated[int, typer.Option(help="of the random tensors")] = 0,
+    trust: Trust = "config",
+    activations: Activations = None,
+    repair: Repair = False,
+    rename: Rename = None,
     json: Json = False,
 ) -> None:
-    """Quantisation error by format and recipe."""
+    """Quantisation error by format and recipe: signal-to-noise ratio and the largest error."""
     from fp4.cli import error as module
 
-    tensors = module.random_tensors(seed) if path is None else module.load(path, name)
-    rows = module.measure(tensors, format, recipe)
+    opening = _opening(trust, activations, repair, rename)
+    tensors, stored = (module.random_tensors(seed), {}) if path is None else module.load(path, name, opening)
+    rows = [{**row, "stored_as": stored.get(row["tensor"])} for row in module.measure(tensors, format, recipe)]
     print(dump(rows) if json else module.render(rows))
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4.cli.table import progress, table
+from fp4.cli.table import count, progress, table
 
 __all__ = ["render", "run"]
 
 
-def run(source: Path, target: Path, to: str, format: str | None, lossy: bool, trust: str, quiet: bool) -> tuple[dict[str, Any], str]:
+def run(
+    source: Path, target: Path, to: str, format: str | None, lossy: bool, opening: Mapping[str, Any], quiet: bool
+) -> tuple[dict[str, Any], str]:
     """(the report, the sentence of a refusal or ""). Nothing is left at ``target`` when it fails."""
     import fp4
     from fp4.checkpoint.convert import ConversionRefused, convert_checkpoint
 
-    with fp4.open_checkpoint(source, trust=trust) as ck, progress("convert", len(ck), quiet) as step:
+    with fp4.open_checkpoint(source, **opening) as ck, progress("convert", len(ck), quiet) as step:
 
         def show(done: int, total: int, name: str) -> None:
             step(done * len(ck) // max(total, 1), name)
@@ -40,7 +43,7 @@ def render(report: dict[str, Any], refused: bool) -> str:
     counts = ", ".join(f"{n} {kind}" for kind, n in report["counts"].items() if n)
     lines.append(f"{report['source_dialect']} to {report['dialect']}: {counts}")
     if not refused:
-        lines.append(f"{report['path']}: {report['bytes_out']:,} bytes written in {len(report['files'])} files")
+        lines.append(f"{report['path']}: {report['bytes_out']:,} bytes written in {count(len(report['files']), 'file')}")
     return "\n".join([*lines, *(f"note: {text}" for text in report["notes"])])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 import fp4
 from fp4 import formats, recipe
 from fp4.checkpoint.base import Checkpoint
-from fp4.cli.table import table
+from fp4.cli.table import number, table
 from fp4.errors import CheckpointError, FormatMismatch, Fp4Error
 from fp4.tensor import QuantizedTensor
 
@@ -37,22 +38,28 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def load(path: Path, names: Sequence[str] | None, most: int = 4) -> dict[str, torch.Tensor]:
-    """Named tensors of a checkpoint as float32; without names its ``most`` largest matrices. The last dimension is the one along which
-    the file's blocks lie (stacked experts of GPT-OSS: not the last of the unquantised model). Raises CheckpointError."""
-    with fp4.open_checkpoint(path) as ck:
+def load(
+    path: Path, names: Sequence[str] | None, opening: Mapping[str, Any] = MappingProxyType({}), most: int = 4
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(named tensors of a checkpoint as float32, the format of those that the file holds quantised).
+
+    Without names its ``most`` largest matrices. The last dimension is the one along which the file's blocks lie (stacked experts of
+    GPT-OSS: not the last of the unquantised model). ``opening``: for open_checkpoint. Raises CheckpointError."""
+    with fp4.open_checkpoint(path, **opening) as ck:
         if names is None or not names:
             matrices = [n for n in ck.names() if len(ck.shape(n)) >= 2 and _holds_values(ck, n)]
             if not matrices:
                 raise CheckpointError(f"{path}: has no matrix of values; need a floating-point tensor of two or more dimensions")
             names = sorted(matrices, key=lambda n: -math.prod(ck.shape(n)))[:most]
-        out = {}
+        out, stored = {}, {}
         for name in dict.fromkeys(names):
             q = ck[name] if ck.record(name).kind == "block" else None
+            if ck.record(name).kind != "plain":
+                stored[name] = q.format.name if isinstance(q, QuantizedTensor) else "fp8"
             out[name] = fp4.dequantize(q).movedim(q.axis, -1) if isinstance(q, QuantizedTensor) else ck.dequantize(name)
             if not out[name].is_floating_point():
                 raise CheckpointError(f"{path}: {name} is {out[name].dtype}; need a floating-point tensor to measure what quantising loses")
-        return out
+        return out, stored
 
 
 def _holds_values(ck: Checkpoint, name: str) -> bool:
@@ -111,19 +118,25 @@ def measure(
     return rows
 
 
+LEGEND = (
+    "bits: stored bits an element. SQNR: 10 log10(sum x^2 / sum (x - x')^2). worst/max: max |x - x'| / max |x|.\n"
+    "Recipes share a line where these figures are the same; --json keeps those apart whose bytes differ."
+)
+
+
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = []
+    """A table a tensor, recipes of equal figures on one line, and what the columns are."""
+    lines, order = [], fp4.recipes.names()
     for label in dict.fromkeys(r["tensor"] for r in rows):
         mine = sorted((r for r in rows if r["tensor"] == label), key=lambda r: (r["format"], -(r["sqnr_db"] or 0)))
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for r in mine:
+            figures = (None if r.get("bits") is None else float(r["bits"]), r["sqnr_db"], r["worst"])
+            groups.setdefault((r["format"], *map(number, figures), r["note"]), []).extend(r["recipes"])
         cells = [
-            (
-                r["format"],
-                None if r.get("bits") is None else float(r["bits"]),
-                r["sqnr_db"],
-                r["worst"],
-                ": ".join(t for t in (", ".join(r["recipes"]), r["note"]) if t),
-            )
-            for r in mine
+            (*key[:4], ": ".join(t for t in (", ".join(sorted(recipes, key=order.index)), key[4]) if t)) for key, recipes in groups.items()
         ]
-        lines += [f"{label}", table(("format", "bits", "SQNR dB", "worst/max", "recipes"), cells, "  "), ""]
-    return "\n".join(lines).rstrip()
+        stored = next((r["stored_as"] for r in mine if r.get("stored_as")), None)
+        lines += [f"{label}" + (f" (stored as {stored}: what is lost on top of that)" if stored else "")]
+        lines += [table(("format", "bits", "SQNR dB", "worst/max", "recipes"), cells, "  ", right=(1, 2, 3)), ""]
+    return "\n".join([*lines, LEGEND])

@@ -9,19 +9,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["dump", "number", "progress", "table"]
+__all__ = ["count", "dump", "number", "progress", "table"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]], indent: str = "") -> str:
-    """Columns padded to equal width, numbers to the right. Floats get four significant digits."""
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], indent: str = "", right: Sequence[int] = ()) -> str:
+    """Columns padded to equal width, numbers (and the columns ``right``) to the right. Floats get four significant digits."""
     cells = [[number(c) for c in row] for row in rows]
-    right = [bool(rows) and all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(head))]
+    to_right = [
+        i in right or (bool(rows) and all(isinstance(row[i], (int, float)) or row[i] is None for row in rows)) for i in range(len(head))
+    ]
     width = [max([len(h), *(len(row[i]) for row in cells)]) for i, h in enumerate(head)]
 
     def line(row: Sequence[str]) -> str:
-        return indent + "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, width, right, strict=True)).rstrip()
+        return indent + "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, width, to_right, strict=True)).rstrip()
 
     return "\n".join([line(list(head)), indent + "  ".join("-" * w for w in width), *(line(row) for row in cells)])
+
+
+def count(n: int, what: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def number(value: Any) -> str:

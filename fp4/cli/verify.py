@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -91,15 +93,16 @@ def _compare_parts(
     return True, worst
 
 
-def collect(a: Path, b: Path, tolerance: float, fold: bool = True) -> dict[str, Any]:
+def collect(a: Path, b: Path, tolerance: float, fold: bool = True, opening: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Compare every tensor of both; nothing is skipped in silence. Stacked experts are compared with single ones.
 
+    ``opening``: for open_checkpoint, of both.
     ``fold``: compare the effective weights, smoothing vector and low-rank branch applied, as ``fp4 dequantize`` writes them.
     """
     if not tolerance >= 0:  # NaN too: no error is within it
         raise Fp4Error(f"verify: --tolerance is {tolerance:g}; need a number of 0 or more")
     rows: list[dict[str, Any]] = []
-    with fp4.open_checkpoint(a) as left, fp4.open_checkpoint(b) as right:
+    with fp4.open_checkpoint(a, **opening) as left, fp4.open_checkpoint(b, **opening) as right:
         names = [*left.names(), *(n for n in right.names() if n not in left)]
         for stacked, single in ((left, right), (right, left)):
             for name, parts in _taken_apart(stacked, single).items():
