@@ -2,7 +2,8 @@
 
 The backend is chosen in ``prepare`` and never again; a call validates its tensors, and launches. Eager calls go straight to the
 prepared weight's bound callable. Under ``torch.compile``, and for tensor subclasses or when a gradient is asked for, the same code runs
-inside the ops ``fp4::matmul`` and ``fp4::moe``, which carry the weight as an integer handle: keep the Prepared object alive.
+inside the ops ``fp4::matmul`` and ``fp4::moe``, which carry the weight as an integer handle: keep the Prepared object alive. Both capture
+into CUDA graphs behind a ``warmup`` where their backend does: all but ``reference`` (docs/backends.md has the table).
 """
 
 from __future__ import annotations

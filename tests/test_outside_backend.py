@@ -45,6 +45,27 @@ def test_a_good_one_is_used(outside: Callable[..., None]) -> None:
     assert fp4.matmul(X[None], w, out_dtype=torch.bfloat16).shape == (1, 5, 96)
 
 
+def test_the_probe_speaks_once_behind_the_verdict(outside: Callable[..., None]) -> None:
+    """Which copy of a library was found stands in every ranking; not twice where the verdict says it too."""
+    outside(probe=lambda: Ok(note="lib 1.2"))
+    assert fp4.explain("matmul", "nvfp4", "cpu")[0].verdict == Ok(1, "mine [lib 1.2]")
+    outside(probe=lambda: Ok(note="lib 1.2"), supports=lambda p: Ok(1, "mine of lib 1.2"))
+    assert fp4.explain("matmul", "nvfp4", "cpu")[0].verdict == Ok(1, "mine of lib 1.2")
+
+
+def test_each_decision_is_logged_once(
+    outside: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    outside()
+    monkeypatch.setattr(registry, "_logged", set())
+    with caplog.at_level("INFO", logger="fp4"):
+        for _ in range(3):
+            fp4.prepare(Q)
+        assert [r.message for r in caplog.records] == ["CPU: matmul/nvfp4 -> mine               rank 1   mine"]
+        fp4.prepare(fp4.quantize(torch.randn(4, 64), "mxfp4"))
+    assert len(caplog.records) == 2
+
+
 def _exits(*args: Any) -> Any:
     raise SystemExit(3)
 

@@ -28,7 +28,7 @@ def stated(module: Any, problem: Problem) -> tuple[int, int]:
 def outside(q: QuantizedTensor, limits: tuple[int, int]) -> torch.Tensor | None:
     """bool mask like ``q.scale`` of bytes outside ``limits``, or None when there is none. Reads the scales once.
 
-    A finite scale over a block of zeros, negative ones too, counts as inside: zero times any number is zero.
+    A scale that is a number, neither NaN nor negative, counts as inside over a block of zeros of either sign: their product is zero.
     """
     low, high = limits
     if limits == EVERY:
