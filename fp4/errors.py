@@ -77,7 +77,11 @@ class LayoutMismatch(Fp4Error):
 
 
 class CheckpointError(Fp4Error):
-    """A checkpoint is damaged or contradicts itself."""
+    """A checkpoint is damaged or contradicts itself. What it quotes of a file may be any length: a message over 1,000 characters loses its
+    middle."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= 1000 else f"{message[:700]} ... {message[-250:]}")
 
 
 class CheckpointDialect(CheckpointError):

@@ -277,12 +277,15 @@ def get(name: str, **parameters: int) -> Layout:
     """The layout of a name, or of ``"name(parameter=value)"``. Raises LayoutError for an unknown name or parameter."""
     if isinstance(name, str) and (">>" in name or "->" in name):
         raise LayoutError(f"layouts: {shown(name)} is a {'chain' if '>>' in name else 'spec'}, no name; fp4.layouts.parse(...) reads it")
-    base, _, inside = str(name).partition("(")
+    base, opened, inside = str(name).strip().partition("(")
     make = _TABLE.get(base.strip())
     if make is None:
         raise LayoutError(f"layouts: {unknown_name(base.strip(), _TABLE, 'fp4.layouts.names()')}")
     takes = inspect.signature(make).parameters
-    for i, item in enumerate(inside.rstrip(" )").split(",") if inside else ()):
+    inside, closed, rest = inside.partition(")")
+    if bool(opened) != bool(closed) or rest:
+        raise LayoutError(f"layouts: {shown(name)} is no name; need {base.strip()!r}, or '{base.strip()}(parameter=value)'")
+    for i, item in enumerate(inside.split(",") if opened else ()):
         key, eq, value = item.rpartition("=")
         if not eq and i >= len(takes):
             raise LayoutError(f"layouts: {shown(name)} gives {i + 1} values; {base} takes {', '.join(takes) or 'none'}")

@@ -194,6 +194,15 @@ def test_a_long_spec_is_cut_in_the_message(spec: str) -> None:
     assert len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize(
+    "name", ["sf_128x4(", "sf_128x4)", "hopper_value_v3(pad_n=64", "hopper_value_v3(pad_n=64))", "hopper_value_v3(64) x"]
+)
+def test_a_name_with_a_bracket_too_few_or_too_many(name: str) -> None:
+    with pytest.raises(fp4.LayoutError, match=r"is no name; need 'hopper_value_v3', or|is no name; need 'sf_128x4', or|is not known"):
+        fp4.layouts[name]
+    assert fp4.layouts[" hopper_value_v3 ( pad_n = 64 ) "] == fp4.layouts["hopper_value_v3(64)"]
+
+
 @pytest.mark.parametrize("name", ["marlin_w(1, 2, 3)", "sf_128x4(7)", "sf_128x4(x=1)"])
 def test_parameters_that_a_layout_does_not_take(name: str) -> None:
     with pytest.raises(fp4.LayoutError, match="takes"):

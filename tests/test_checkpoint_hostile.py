@@ -209,3 +209,17 @@ def test_a_long_name_is_cut_in_the_message(tmp_path: Path) -> None:
         with pytest.raises(fp4.CheckpointError) as error:
             fp4.open_checkpoint(tmp_path)
         assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("key", ["quant_method", "strategy", "group_size", "num_bits", "actorder"])
+def test_a_long_value_is_cut_in_the_message(tmp_path: Path, key: str) -> None:
+    """The middle goes, not the end, which says what is needed."""
+    ex = cb.compressed_tensors()
+    quant = json.loads(json.dumps(ex.config))["quantization_config"]
+    (quant if key in quant else quant["config_groups"]["group_0"]["weights"])[key] = "a" * 50_000
+    ex.config = {**(ex.config or {}), "quantization_config": quant}
+    with pytest.raises(fp4.CheckpointError) as error:
+        fp4.open_checkpoint(ex.write(tmp_path))
+    assert len(str(error.value)) <= 1000
+    assert "aaa ... " in str(error.value)
+    assert not str(error.value).endswith("a")

@@ -215,6 +215,9 @@ def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "op is 'conv'" in _bad(capsys, "explain", "--op", "conv")
     assert "activation: 'gelu' is not known" in _bad(capsys, "explain", "--op", "moe", "--activation", "gelu")
     assert "--elements is 0" in _bad(capsys, "bench", "--elements", "0")
+    assert "--name x names a tensor of a file" in _bad(capsys, "error", "--name", "x")
+    for command in (("inspect", ""), ("dequantize", ck, ""), ("verify", ck, ""), ("error", "--format", "")):  # "" is this folder to Path
+        assert "an argument is empty" in _bad(capsys, *command)
 
     whole = (ck / "model.safetensors").read_bytes()
     for name, data in (("cut", whole[: len(whole) // 2]), ("head", whole[:5]), ("noise", bytes(range(256)) * 16), ("empty", b"")):
@@ -225,8 +228,8 @@ def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
         assert not (tmp_path / "y").exists()
 
 
-@pytest.mark.parametrize("tolerance", ["nan", "-1"])
-def test_tolerance_that_nothing_meets(capsys: pytest.CaptureFixture[str], tmp_path: Path, tolerance: str) -> None:
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "inf", "1e400"])
+def test_tolerance_that_nothing_meets_or_misses(capsys: pytest.CaptureFixture[str], tmp_path: Path, tolerance: str) -> None:
     ck = _checkpoint(tmp_path / "a")
     assert "--tolerance is" in _bad(capsys, "verify", ck, ck, "--tolerance", tolerance)
 

@@ -108,6 +108,10 @@ def _main(argv: Sequence[str] | None) -> int:
     from fp4.cli.app import app
     from fp4.errors import Fp4Error
 
+    if "" in (sys.argv[1:] if argv is None else argv):  # a variable of a script that is not set; as a path it would be this folder
+        _say("an argument is empty; need a name or a value, or none")
+        return 2
+
     if hasattr(sys.stdout, "reconfigure"):  # names of tensors may hold what the terminal's encoding cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     # typer uses click's classes, from the package click or from its own copy: take them from a class that it exports

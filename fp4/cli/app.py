@@ -199,6 +199,8 @@ def error(
     """Quantisation error by format and recipe: signal-to-noise ratio and the largest error."""
     from fp4.cli import error as module
 
+    if path is None and name:
+        raise typer.BadParameter(f"--name {name[0]} names a tensor of a file; give its PATH too")
     opening = _opening(trust, activations, repair, rename)
     tensors, stored = (module.random_tensors(seed), {}) if path is None else module.load(path, name, opening)
     rows = [{**row, "stored_as": stored.get(row["tensor"])} for row in module.measure(tensors, format, recipe)]

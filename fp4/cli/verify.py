@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -99,8 +100,8 @@ def collect(a: Path, b: Path, tolerance: float, fold: bool = True, opening: Mapp
     ``opening``: for open_checkpoint, of both.
     ``fold``: compare the effective weights, smoothing vector and low-rank branch applied, as ``fp4 dequantize`` writes them.
     """
-    if not tolerance >= 0:  # NaN too: no error is within it
-        raise Fp4Error(f"verify: --tolerance is {tolerance:g}; need a number of 0 or more")
+    if not 0 <= tolerance < math.inf:  # no error is within NaN, none outside infinity
+        raise Fp4Error(f"verify: --tolerance is {tolerance:g}; need a finite number of 0 or more")
     rows: list[dict[str, Any]] = []
     with fp4.open_checkpoint(a, **opening) as left, fp4.open_checkpoint(b, **opening) as right:
         names = [*left.names(), *(n for n in right.names() if n not in left)]
