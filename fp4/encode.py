@@ -72,6 +72,9 @@ class Encode:
                 f"encode {self.name}: it loses something; need exact, the mask of the items that are read as they were meant"
             )
 
+    def __repr__(self) -> str:
+        return f"Encode({self.name}, {'lossless' if self.lossless else 'loses bytes'}, read exactly over {self.over})"
+
     def __call__(self, x: torch.Tensor) -> Encoded:
         return self.forward(x)
 

@@ -9,9 +9,11 @@ import os
 
 from fp4.errors import Fp4Error, shown
 
-__all__ = ["backend", "disabled", "settings", "strict"]
+__all__ = ["NAMES", "backend", "disabled", "settings", "strict", "unknown_settings"]
 
 
+#: every variable that something here reads
+NAMES = ("FP4_BACKEND", "FP4_DISABLE", "FP4_STRICT")
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -37,3 +39,8 @@ def strict() -> bool:
 def settings() -> dict[str, str]:
     """Every variable that is set and speaks to fp4, or chooses Triton's interpreter; for ``fp4 doctor``."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("FP4_", "TRITON_INTERPRET"))}
+
+
+def unknown_settings() -> list[str]:
+    """Variables named ``FP4_...`` that nothing reads: misspelt, most likely, and without effect."""
+    return [name for name in settings() if name.startswith("FP4_") and name not in NAMES]

@@ -93,7 +93,7 @@ class BackendUnavailable(Fp4Error):
 
 
 class Unsupported(Fp4Error):
-    """No backend can serve a problem; ``reasons`` maps backend name to the reason.
+    """No backend can serve a problem; ``reasons`` maps backend name to the reason. The message names those of one reason together.
 
     >>> raise Unsupported("prepare: no backend for moe/nvfp4 on SM86", {"flashinfer": "needs SM100"})
     Traceback (most recent call last):
@@ -102,5 +102,8 @@ class Unsupported(Fp4Error):
 
     def __init__(self, message: str, reasons: Mapping[str, str] | None = None) -> None:
         self.reasons: dict[str, str] = dict(reasons or {})
-        tail = "; ".join(f"{name}: {why}" for name, why in self.reasons.items())
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.reasons.items():
+            by_reason.setdefault(why, []).append(name)
+        tail = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
         super().__init__(f"{message}: {tail}" if tail else message)

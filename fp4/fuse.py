@@ -207,8 +207,8 @@ def _rows(n: int, gate_up: str | None, rank: int, size: int, unit: int, uneven: 
     if units % size and not uneven:
         raise FormatMismatch(f"shard: {n} rows as {units} units of {groups * unit} do not split over tp = {size}; pass uneven=True")
     sizes = split_sizes(units, size)
-    if not sizes[rank]:
-        raise FormatMismatch(f"shard: {units} units of rows over tp = {size}: rank {rank} would get none; use a smaller tp")
+    if not sizes[-1]:  # on every rank, not on those alone that would be empty: the others would wait for them
+        raise FormatMismatch(f"shard: {units} units of rows over tp = {size}: rank {units} would get none; use a smaller tp")
     return groups, sum(sizes[:rank]) * unit, sizes[rank] * unit
 
 
@@ -262,8 +262,10 @@ def shard(
         )
     sizes = split_sizes(blocks, size)
     start, length = sum(sizes[:rank]), sizes[rank]
-    if not length:
-        raise FormatMismatch(f"shard: k = {k} has {blocks} blocks of {g}, rank {rank} of {size} would get none; use a smaller tp")
+    if not sizes[-1]:
+        raise FormatMismatch(
+            f"shard: k = {k} has {blocks} blocks of {g}, rank {blocks} of {size} would get none; use a tp of {blocks} or less"
+        )
     per = g // q.format.codes_per_byte
     codes, scale = q.codes.narrow(-1, start * per, length * per), q.scale.narrow(-1, start, length)
     return _part(q, codes.contiguous(), scale.contiguous())

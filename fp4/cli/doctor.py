@@ -69,7 +69,7 @@ def collect() -> dict[str, Any]:
     """Everything as plain values. A part that fails is reported as its error and hides nothing else."""
     import fp4
     from fp4 import env
-    from fp4.errors import Fp4Error
+    from fp4.errors import Fp4Error, unknown
 
     report: dict[str, Any] = {
         "fp4": fp4.__version__,
@@ -94,6 +94,8 @@ def collect() -> dict[str, Any]:
         env.strict()
     except Fp4Error as error:
         report["problems"].append(str(error))
+    for name in env.unknown_settings():
+        report["problems"].append(f"environment: {unknown(name, env.NAMES, '')}; nothing reads it")
     if "triton" not in report["packages"]:
         report["problems"].append("triton is not installed: no GPU kernels and no Triton reference; pip install 'triton>=3.6'")
     if report["packages"].get("triton-kernels"):

@@ -230,10 +230,11 @@ def _gate_up_order(w13: QuantizedTensor, gate_up: str | None, gated: bool, activ
 
 
 def _range_of(local: Any) -> tuple[int, int]:
-    """(start, stop) of ``local_experts``. A range unpacks into its elements, so it is taken by its ends."""
+    """(start, stop) of ``local_experts``. A range unpacks into its elements, so it is taken by its ends; a list is no pair of ends: [2, 3]
+    would read as the ids 2 and 3, and mean expert 2 alone."""
     if isinstance(local, range) and local.step == 1:
         return local.start, max(local.start, local.stop)
-    if not isinstance(local, (tuple, list)) or len(local) != 2:
+    if not isinstance(local, tuple) or len(local) != 2:
         raise FormatMismatch(f"prepare_moe: local_experts is {shown(local)}; need (start, stop) or range(start, stop)")
     start, stop = (check.whole("prepare_moe", "local_experts", n) for n in local)
     return start, stop

@@ -110,12 +110,16 @@ class Device:
             d = torch.device(device)
         except (RuntimeError, TypeError, ValueError) as e:
             raise Fp4Error(
-                f"device: {shown(device)} is no torch device ({str(e).splitlines()[0]}); need 'cpu', 'cuda', 'cuda:1' ..."
+                f"device: {shown(device)} is no torch device ({str(e).splitlines()[0]}); need 'cpu', 'cuda', 'cuda:1' ... "
+                "or, for a GPU that is not here, its capability such as 'sm90'"
             ) from e
         if d.type != "cuda":
             return _CPU if d.type == "cpu" else Device(kind=d.type, name=d.type)
         if not torch.cuda.is_available():
-            raise Fp4Error(f"device: {d} was asked for and torch sees no CUDA device; install a CUDA build of torch or use 'cpu'")
+            raise Fp4Error(
+                f"device: {d} was asked for and torch sees no CUDA device; install a CUDA build of torch, or name 'cpu' "
+                "or a capability such as 'sm90'"
+            )
         if d.index is not None and d.index >= torch.cuda.device_count():
             raise Fp4Error(f"device: {d} was asked for and torch sees {torch.cuda.device_count()} CUDA devices")
         return _cuda(torch.cuda.current_device() if d.index is None else d.index)

@@ -109,6 +109,9 @@ class Ranking(list[Choice]):
         """Backend name -> why not."""
         return {c.name: c.verdict.reason for c in self if isinstance(c.verdict, No)}
 
+    def __repr__(self) -> str:  # explain prints the table; a prompt that echoes the result need not say it again
+        return f"Ranking({self.problem} -> {self.best or 'none'}, {len(self)} backends)"
+
     def __str__(self) -> str:
         head = f"{self.problem}, vendor libraries assumed installed" if self.assumed else str(self.problem)
         lines = [head, *(f"  {c}" for c in self)]
