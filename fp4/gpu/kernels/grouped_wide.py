@@ -209,26 +209,27 @@ def _tile(
         acc2 = gl.zeros([64, E], gl.float32, MMB)
     else:
         acc2 = acc
-    LOOP: gl.constexpr = (ITER - 1) // 2 * 2
+    LOOP: gl.constexpr = (ITER - 1) // 2 * 2 if ITER > 0 else 0
     if AHEAD and ITER > 0:
         a, s = _words(slot, phase, sa, ss, ready)
     # two chunks a turn, so that which half of a scale word a chunk uses is known at compile time. w is the register operand of a running
     # product and stays until that product has been waited for
-    for _ in range(0, LOOP, 2):
-        for j in gl.static_range(2):
-            if not AHEAD:
-                a, s = _words(slot, phase, sa, ss, ready)
-            w = _decode(a, s, oc, j == 1, U, KIND, ANY, HALF, DOA)
-            acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, U, P, MT, E)
-            here = slot
-            slot, phase = _next(slot, phase, XS)
-            if AHEAD:
-                a, s = _words(slot, phase, sa, ss, ready)
-            if E > 0:
-                acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
-            else:
-                acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-            async_copy.mbarrier_arrive(empty.index(here), increment_count=False)  # each thread for itself: no barrier of the warp group
+    if LOOP > 0:
+        for _ in range(0, LOOP, 2):
+            for j in gl.static_range(2):
+                if not AHEAD:
+                    a, s = _words(slot, phase, sa, ss, ready)
+                w = _decode(a, s, oc, j == 1, U, KIND, ANY, HALF, DOA)
+                acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, U, P, MT, E)
+                here = slot
+                slot, phase = _next(slot, phase, XS)
+                if AHEAD:
+                    a, s = _words(slot, phase, sa, ss, ready)
+                if E > 0:
+                    acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
+                else:
+                    acc, w = warpgroup_mma_wait(0, deps=(acc, w))
+                async_copy.mbarrier_arrive(empty.index(here), increment_count=False)  # each thread for itself: no barrier of the warp group
     # what the epilogue wants is on its way while the last chunks are multiplied
     a0, a1, b0, b1 = epilogue(acc, alpha_ptr, bias_ptr, e, tile0, N, ACT, FIRST, BIAS, 64, P, MMA)
     if E > 0:
