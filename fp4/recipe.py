@@ -10,12 +10,13 @@ one float32 operation, rounded by itself, never fused.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fp4.errors import Fp4Error
 from fp4.errors import unknown as unknown_name
@@ -23,34 +24,36 @@ from fp4.presets import COMPARED, PRESETS
 
 __all__ = ["CHOICES", "Recipe", "get", "recipes"]
 
-#: field -> legal values. The position of a value is the integer that kernels receive.
-CHOICES: dict[str, tuple[str, ...]] = {
-    # a scaled value half way between two codes: code with even mantissa | larger magnitude | smaller magnitude
-    "tie": ("even", "away", "toward_zero"),
-    # sign of a code of magnitude zero: the sign bit of x, -0.0 included | minus only if x < 0 | plus | minus if x <= 0
-    "zero_sign": ("keep", "of_value", "positive", "negative"),
-    # code of an element that is NaN after scaling (e2m1 has no NaN): +max | max with the sign bit of x | +0
-    "nan_code": ("max", "signed_max", "zero"),
-    # block that holds a NaN: NaN scale byte, the whole block reads NaN | amax ignores it | Fp4Error before anything is written
-    "nan": ("propagate", "ignore", "error"),
-    # block that holds an infinity: as for NaN | the scale rule applied to amax = infinity, saturated | Fp4Error
-    "inf": ("propagate", "saturate", "error"),
-    # ue8m0 exponent for amax (specs: OCP MX v1.0 section 6.3; the others by the libraries named in the presets)
-    "scale_rule": ("ocp_floor", "rceil", "ceil", "even", "floor_amax_over_6"),
-    # e4m3 and ue5m3 scale before rounding
-    "scale_order": ("amax/(max*g)", "(amax/max)/g", "(amax/max)*gs", "amax*(gs*(1/max))", "gs*(amax*(1/max))"),
-    # scaled element
-    "encode_order": ("x*min(1/(d*g),FLT_MAX)", "x/(d*g)", "x*(gs/d)", "x/(d/gs)", "x*R(d*R(gs))"),
-    # codes of a block whose scale byte decodes to 0 although amax > 0: zero | whatever the arithmetic gives (saturated)
-    "underflow": ("zero", "saturate"),
-    # reciprocal R(): correctly rounded | the SM90 instruction, from the measured table
-    "reciprocal": ("exact", "rcp_approx_sm90"),
-    # default global scale from the tensor's amax, with L = 6 * scale_max: g = amax/L | gs = L/amax, g = 1/gs | gs = L*(1/amax), g = 1/gs
-    "global_rule": ("amax/L", "L/amax", "L*(1/amax)"),
-    # precision of amax/max and of the default gs: float32 | the dtype of x (compressed-tensors' observer runs in the model's bf16)
-    "scale_dtype": ("float32", "input"),
-    # choose, per block, between scaling amax to 6 and to 4 by the error of the result
-    "four_over_six": ("off", "mse", "mae", "abs_max"),
+#: what each field decides, for help() and docs/recipes.md; values of a choice in the order of its annotation, separated by bars
+MEANING: dict[str, str] = {
+    "name": "a label; takes no part in equality",
+    "tie": "a scaled value half way between two codes: code with even mantissa | larger magnitude | smaller magnitude",
+    "zero_sign": "sign of a code of magnitude zero: the sign bit of x, -0.0 included | minus only if x < 0 | plus | minus if x <= 0",
+    "nan_code": "code of an element that is NaN after scaling (e2m1 has no NaN): +max | max with the sign bit of x | +0",
+    "nan": "block that holds a NaN: NaN scale byte, the whole block reads NaN | amax ignores it | Fp4Error before anything is written",
+    "inf": "block that holds an infinity: as for NaN | the scale rule applied to amax = infinity, saturated | Fp4Error",
+    "scale_rule": "ue8m0 exponent for amax, emax and max of the element: floor(log2(amax)) - emax, as OCP MX v1.0 section 6.3 | "
+    "ceil(log2(amax / max)) | ceil(log2(amax)) - emax | floor(log2(amax rounded to the element's mantissa)) - emax | "
+    "floor(log2(amax / max))",
+    "ue8m0_floor": "rceil: smallest byte of a block with amax / max > 0 (1: byte 0 is kept for zero blocks)",
+    "ue8m0_zero": "True: byte 0 means scale 0, so its block gets codes of magnitude 0; False: 2^-127",
+    "scale_order": "e4m3 and ue5m3 scale before rounding, operation by operation",
+    "encode_order": "scaled element, operation by operation; R is ``reciprocal``",
+    "elem_max": "what amax is scaled to, times ``scale_max`` for the largest block: 6 (largest e2m1) or 4",
+    "scale_max": "what the largest block scale becomes: 448 (largest e4m3), or 256 for four-over-six",
+    "scale_floor": "lower clamp of the scale before it is rounded to e4m3 (0: none)",
+    "zero_byte": "scale byte of a block with amax == 0",
+    "underflow_byte": "scale byte that replaces a scale that rounded to 0 although amax > 0 (0: keep it)",
+    "underflow": "codes of a block whose scale byte decodes to 0 although amax > 0: zero | whatever the arithmetic gives (saturated)",
+    "reciprocal": "R(): correctly rounded | the SM90 instruction, from the measured table",
+    "global_rule": "default global scale from amax of the tensor, with L = 6 scale_max: g = amax/L | gs = L/amax and g = 1/gs | "
+    "gs = L*(1/amax) and g = 1/gs",
+    "global_zero": "default global scale of an all-zero tensor",
+    "global_floor": "smallest default global scale; 2^-117 = 2^-126 / 2^-9 keeps d * g from being subnormal and 1/(d * g) finite",
+    "four_over_six": "choose, per block, between scaling amax to 6 and to 4 by the error of the result: no | squared | absolute | largest",
+    "amax_floor": "amax is at least this (DeepGEMM: 1e-4)",
+    "flush": "float32 subnormals of x (and of amax * (1/max)) are zero: CUDA's -use_fast_math",
+    "scale_dtype": "precision of amax/max and of the default gs: float32 | x's dtype (compressed-tensors)",
 }
 
 
@@ -58,50 +61,39 @@ CHOICES: dict[str, tuple[str, ...]] = {
 class Recipe:
     """All numeric choices of one quantiser. Frozen, hashable, printable; ``replace(**changes)`` makes a variant.
 
-    Raises Fp4Error for a value outside CHOICES. ``name`` is a label and takes no part in equality.
+    Raises Fp4Error for a value that a field does not have. ``name`` is a label and takes no part in equality.
 
     >>> Recipe(tie="away") == Recipe(tie="away", name="mine")
     """
 
     name: str = "custom"
-    tie: str = "even"
-    zero_sign: str = "keep"
-    nan_code: str = "signed_max"
-    nan: str = "propagate"
-    inf: str = "propagate"
+    tie: Literal["even", "away", "toward_zero"] = "even"
+    zero_sign: Literal["keep", "of_value", "positive", "negative"] = "keep"
+    nan_code: Literal["max", "signed_max", "zero"] = "signed_max"
+    nan: Literal["propagate", "ignore", "error"] = "propagate"
+    inf: Literal["propagate", "saturate", "error"] = "propagate"
     # -- ue8m0 ---------------------------------------------------------------
-    scale_rule: str = "rceil"
-    #: rceil: smallest byte of a block with amax / max > 0 (1: byte 0 is kept for zero blocks, triton_kernels)
+    scale_rule: Literal["ocp_floor", "rceil", "ceil", "even", "floor_amax_over_6"] = "rceil"
     ue8m0_floor: int = 0
-    #: True: byte 0 means scale 0 (triton_kernels, FlashInfer >= 0.7.4), so its block gets codes of magnitude 0; False: 2^-127
     ue8m0_zero: bool = False
     # -- e4m3, ue5m3 ----------------------------------------------------------
-    scale_order: str = "amax*(gs*(1/max))"
-    encode_order: str = "x*min(1/(d*g),FLT_MAX)"
-    #: what amax is scaled to, times ``scale_max`` for the largest block: 6 (largest e2m1) or 4
+    scale_order: Literal["amax/(max*g)", "(amax/max)/g", "(amax/max)*gs", "amax*(gs*(1/max))", "gs*(amax*(1/max))"] = "amax*(gs*(1/max))"
+    encode_order: Literal["x*min(1/(d*g),FLT_MAX)", "x/(d*g)", "x*(gs/d)", "x/(d/gs)", "x*R(d*R(gs))"] = "x*min(1/(d*g),FLT_MAX)"
     elem_max: float = 6.0
-    #: what the largest block scale becomes: 448 (largest e4m3), or 256 for four-over-six
     scale_max: float = 448.0
-    #: lower clamp of the scale before it is rounded to e4m3 (0: none)
     scale_floor: float = 0.0
-    #: scale byte of a block with amax == 0
     zero_byte: int = 0
-    #: scale byte that replaces a scale that rounded to 0 although amax > 0 (0: keep it)
     underflow_byte: int = 0
-    underflow: str = "zero"
-    reciprocal: str = "exact"
-    global_rule: str = "amax/L"
-    #: default global scale of an all-zero tensor
+    underflow: Literal["zero", "saturate"] = "zero"
+    reciprocal: Literal["exact", "rcp_approx_sm90"] = "exact"
+    global_rule: Literal["amax/L", "L/amax", "L*(1/amax)"] = "amax/L"
     global_zero: float = 1.0
-    #: smallest default global scale. 2^-117 = 2^-126 / 2^-9: then d * g is never subnormal and 1/(d * g) never overflows
     global_floor: float = 2.0**-117
-    four_over_six: str = "off"
+    four_over_six: Literal["off", "mse", "mae", "abs_max"] = "off"
     # -- both ------------------------------------------------------------------
-    #: amax is at least this (DeepGEMM: 1e-4)
     amax_floor: float = 0.0
-    #: float32 subnormals of x (and of amax * (1/max)) are zero: CUDA's -use_fast_math
     flush: bool = False
-    scale_dtype: str = "float32"
+    scale_dtype: Literal["float32", "input"] = "float32"
 
     def __post_init__(self) -> None:
         for name, legal in CHOICES.items():
@@ -153,6 +145,14 @@ class Recipe:
         default = Recipe()
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
         return f"Recipe({', '.join(changed)})"
+
+
+#: field -> legal values, from its annotation. The position of a value is the integer that kernels receive.
+CHOICES: dict[str, tuple[str, ...]] = {n: get_args(hint) for n, hint in get_type_hints(Recipe).items() if get_origin(hint) is Literal}
+Recipe.__doc__ = "\n".join(
+    [f"{inspect.cleandoc(Recipe.__doc__ or '')}\n\nFields::\n"]
+    + [f"    {n}: {text}" + (f"\n        {' | '.join(CHOICES[n])}" if n in CHOICES else "") for n, text in MEANING.items()]
+)
 
 
 class _Recipes(Mapping[str, Recipe]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import fp4
 from fp4.cli import main
 from fp4.cli.doctor import collect
+from fp4.recipe import CHOICES, MEANING
 
 
 def test_equal_reasons_are_one_part_of_the_message() -> None:
@@ -96,3 +98,15 @@ def test_what_a_checkpoint_does_not_hold_quantised_is_named() -> None:
         ck.quantized("model.norm.weight")
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(ck.quantized(name).codes, ck[name].codes)  # type: ignore[union-attr]
+
+
+def test_every_recipe_field_says_what_it_decides() -> None:
+    """In help() and in the types: a newcomer finds the legal values without an error."""
+    names = [f.name for f in dataclasses.fields(fp4.Recipe)]
+    assert [*MEANING] == names
+    assert all(f"\n    {name}: " in str(fp4.Recipe.__doc__) for name in names)
+    assert all(f" {value}" in str(fp4.Recipe.__doc__) for values in CHOICES.values() for value in values)
+    text = {f.name for f in dataclasses.fields(fp4.Recipe) if isinstance(f.default, str)} - {"name"}
+    assert {*CHOICES} == text
+    for name, text_of in MEANING.items():  # one part a value, or none of them explained
+        assert len(text_of.split(" | ")) in (1, len(CHOICES.get(name, ()))), name
