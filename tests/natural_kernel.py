@@ -7,8 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from fp4.gpu.kernels.gluon_decode import unpack_scales
 from fp4.gpu.kernels.natural import quad_scales
-from fp4.gpu.kernels.ws_m import at_scales, tile_operand
-from fp4.gpu.kernels.ws_tiles import _at_words
+from fp4.gpu.kernels.operand import at_scales, at_words, tile_operand
 
 
 @gluon.jit
@@ -18,8 +17,8 @@ def operand(
     """R * NW * 16 rows of W, KT * 64 columns."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 256, 16])
     DOA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    _, oa, lane = _at_words(KT, NW, R)
-    _, os = at_scales(KT // 4, KIND, True, NW, R)
+    _, oa, lane = at_words(KT, NW, R)
+    _, os = at_scales(KT // 4, KIND, 4, True, NW, R)
     row = gl.arange(0, R * NW * 16, layout=gl.SliceLayout(1, DOA))[:, None]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, DOA))[None, :]
     for k in gl.static_range(KT // 4):

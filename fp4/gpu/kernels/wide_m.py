@@ -17,7 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
+from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales
+from fp4.gpu.kernels.operand import operand, split_scales
 from fp4.gpu.kernels.pdl import gl_wait, trigger
 
 
@@ -58,30 +59,6 @@ def _split_words(a, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr):
         a0, a1 = lo.permute([0, 1, 3, 4, 2]).split()
         a2, a3 = hi.permute([0, 1, 3, 4, 2]).split()
         return a0, a1, a2, a3
-
-
-@gluon.jit
-def _split_scales(s, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr):
-    """i32 [WN, R*U*16] -> the word of step pair (0, 1) and of (2, 3), each [WN, R, 32]."""
-    if U == 2:
-        w0 = s.reshape([WN, R, 32])
-        return w0, w0
-    else:
-        w0, w1 = s.reshape([WN, R, 32, 2]).split()
-        return w0, w1
-
-
-@gluon.jit
-def _operand(a, e0, e1, WN: gl.constexpr, R: gl.constexpr, HALF: gl.constexpr, DOA: gl.constexpr):
-    """a: i32 [WN, R, 32, 4], e0, e1: scales [WN, R, 32] -> [R*WN*16, 64] as operand A, k order (s, h, t, l)."""
-    s0 = e0.reshape([WN, R, 32, 1])
-    s1 = e1.reshape([WN, R, 32, 1])
-    a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
-    a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
-    o = words_to_products(a, s0, s1, HALF)
-    # WN R (g t) s e h l -> R WN e g s h t l
-    o = o.reshape([WN, R, 8, 4, 4, 2, 2, 2]).permute([1, 0, 5, 2, 4, 6, 3, 7]).reshape([R * WN * 16, 64])
-    return gl.convert_layout(o, DOA, assert_trivial=True)
 
 
 @gluon.jit
@@ -175,7 +152,7 @@ def wide_m(
         a = _fetch(ap, live_a, nx, kend, ka, EVEN)
         s = _fetch(sp + ((nx // 4) * L + (nx % 4) // 2), live_s, nx, kend, ks, EVEN)
         a0, a1, a2, a3 = _split_words(word, NW, R, U)
-        s0, s1 = _split_scales(scale, NW, R, U)
+        s0, s1 = split_scales(scale, NW, R, U)
         q0, q1, q2, q3 = unpack_scales(s0, oc, KIND, ANY, HALF)
         for u in gl.static_range(U):
             if u == 2:
@@ -188,9 +165,9 @@ def wide_m(
             if u == 3:
                 w = a3
             if u % 2 == 0:
-                op = _operand(w, q0, q2, NW, R, HALF, DOA)
+                op = operand(w, q0, q2, NW, R, HALF, DOA)
             else:
-                op = _operand(w, q1, q3, NW, R, HALF, DOA)
+                op = operand(w, q1, q3, NW, R, HALF, DOA)
             acc, before, slot_r, slot_x = _step(sx, op, before, acc, xp, okx, kt + u, kend, slot_r, slot_x, XS)
     r, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
     cp_wait(0)

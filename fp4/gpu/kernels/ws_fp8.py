@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels import decode_fp8 as _d
-from fp4.gpu.kernels.gluon_decode import barrier
 from fp4.gpu.kernels.pdl import gl_wait
-from fp4.gpu.kernels.ws_m import _fetch, _owner, _release, _start, tma_load
-
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from fp4.gpu.kernels.ring import following, into_buffer, mbarriers, release, tma_load, tma_store
+from fp4.gpu.kernels.ws_m import add_parts, fetch, keep_part, owner, start, store_tile
 
 TABLES = gl.constexpr(_d.TABLES)
 TABLES_C = gl.constexpr(_d.TABLES_CONSTRAINTS)
@@ -131,18 +129,10 @@ def _store_tile(
     if HAS_BIAS:
         r += gl.load(bp + rb, mask=rb < live_n, other=0.0).to(gl.float32)[:, None]
     if TS:
-        tma.store_wait(0)
-        barrier()
-        sy.permute([1, 0]).store(r.to(Y))
-        fence_async_shared()
-        barrier()
+        into_buffer(sy, r)
         tma_store(yd, [rm0, rn0], sy)
     else:
-        LY: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NW], [0, 1])
-        t = gl.convert_layout(r.to(Y), LY)
-        rn = gl.arange(0, BN, layout=gl.SliceLayout(1, LY))
-        rm = gl.arange(0, BT, layout=gl.SliceLayout(0, LY))
-        gl.store(yp + (rm * step)[None, :] + rn[:, None], t, mask=(rm < live_m)[None, :] & (rn < live_n)[:, None])
+        store_tile(r.to(Y), yp, step, live_n, live_m, BT, BN, NW)
 
 
 @gluon.jit
@@ -152,10 +142,7 @@ def _store_part(
 ):  # fmt: skip
     """The sums r of a piece of a tile to place ``mine``; the last of blocks lo .. hi adds all pieces in the order of k and stores to y."""
     LP: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, NW], [0, 1])
-    pr = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
-    pc = gl.arange(0, BT, layout=gl.SliceLayout(0, MMA))
-    gl.store(part_ptr + mine.to(gl.int64) * (BN * BT) + (pc * BN)[None, :] + pr[:, None], r)
-    barrier()
+    keep_part(r, part_ptr, mine, BT, BN, MMA)
     old = gl.atomic_add(count_ptr, 1, sem="acq_rel")
     if old == hi - lo:
         p0 = part_ptr + gl.where(early, 2 * lo + 1, 2 * lo).to(gl.int64) * (BN * BT)
@@ -165,12 +152,7 @@ def _store_part(
         COLS: gl.constexpr = min(BT, 1024 * NW // BN)
         for c in range(0, BT, COLS):
             rm = c + gl.arange(0, COLS, layout=gl.SliceLayout(0, LP))
-            o = (rm * BN)[None, :] + rn[:, None]
-            t = gl.load(p0 + o, cache_modifier=".cg")
-            pj = part_ptr + lo.to(gl.int64) * (2 * BN * BT)
-            for _ in range(lo, hi):
-                pj += 2 * BN * BT
-                t += gl.load(pj + o, cache_modifier=".cg")
+            t = add_parts(p0, part_ptr, (rm * BN)[None, :] + rn[:, None], lo, hi, BT, BN)
             t = t * al
             t = t * gl.load(xs_ptr + rm0 + rm, mask=rm < live_m, other=0.0)[None, :]
             if HAS_BIAS:
@@ -211,11 +193,11 @@ def _consume8(
     sp = s_ptr + (rt.to(gl.int64) * KB + k) * 32
     live = rt + ra < NT
     lives = rt + rs < NT
-    a0 = _fetch(wp, oa, live & (kt + ka < KT), left > 0, EVEN)
-    a1 = _fetch(wp + 256, oa, live & (kt + 2 + ka < KT), kt + 2 < KT, EVEN)
-    s0 = _fetch(sp, os, lives, left > 0, EVEN)
-    s1 = _fetch(sp + 1, os, lives, kt + 2 < KT, EVEN)
-    nbase = _fetch(base_ptr + rt * 8, ob, lives, left > 0, EVEN)
+    a0 = fetch(wp, oa, live & (kt + ka < KT), left > 0, EVEN)
+    a1 = fetch(wp + 256, oa, live & (kt + 2 + ka < KT), kt + 2 < KT, EVEN)
+    s0 = fetch(sp, os, lives, left > 0, EVEN)
+    s1 = fetch(sp + 1, os, lives, kt + 2 < KT, EVEN)
+    nbase = fetch(base_ptr + rt * 8, ob, lives, left > 0, EVEN)
     slot = 0
     phase = 0
     first = 1
@@ -226,7 +208,7 @@ def _consume8(
         npm, npn = _place(nt, tiles_m, tiles_n, GM)
         base = nbase
         rt = npn * (R * NW)
-        nbase = _fetch(base_ptr + rt * 8, ob, rt + rs < NT, more, EVEN)
+        nbase = fetch(base_ptr + rt * 8, ob, rt + rs < NT, more, EVEN)
         acc = gl.zeros([BN, BT], gl.float32, MMA)
         before = gl.zeros([BN, 128], gl.float8e4nv, DOA)
         for kk in range(k, k + rounds):
@@ -242,12 +224,12 @@ def _consume8(
                 # decode the words of this step and fetch those of the same step of the next round in their place
                 if u == 0:
                     op = operand8(a0, s0, base, NW, R, DOA)
-                    a0 = _fetch(wp, oa, live & (kt + ka < KT), go & (kt < KT), EVEN)
-                    s0 = _fetch(sp, os, lives, go & (kt < KT), EVEN)
+                    a0 = fetch(wp, oa, live & (kt + ka < KT), go & (kt < KT), EVEN)
+                    s0 = fetch(sp, os, lives, go & (kt < KT), EVEN)
                 else:
                     op = operand8(a1, s1, base, NW, R, DOA)
-                    a1 = _fetch(wp + 256, oa, live & (kt + 2 + ka < KT), go & (kt + 2 < KT), EVEN)
-                    s1 = _fetch(sp + 1, os, lives, go & (kt + 2 < KT), EVEN)
+                    a1 = fetch(wp + 256, oa, live & (kt + 2 + ka < KT), go & (kt + 2 < KT), EVEN)
+                    s1 = fetch(sp + 1, os, lives, go & (kt + 2 < KT), EVEN)
                 if u % SK == 0:
                     mbarrier.wait(full.index(slot), phase)
                 acc = warpgroup_mma(op, sx.index(slot * SK + u % SK).permute([1, 0]), acc, is_async=True)
@@ -256,15 +238,13 @@ def _consume8(
                 gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
                 if u % SK == 0:  # noqa: SIM102 - one condition is known at compile time
                     if (kk > k) | (u > 0):
-                        _release(empty, slot, XS)
+                        release(empty, slot, XS)
                 before = op
                 if u % SK == SK - 1:
-                    wrap = slot == XS - 1
-                    slot = gl.where(wrap, 0, slot + 1)
-                    phase = gl.where(wrap, phase ^ 1, phase)
+                    slot, phase = following(slot, phase, XS)
         r = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
         gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [before], dtype=gl.float8e4nv, is_pure=False, pack=4)
-        _release(empty, slot, XS)
+        release(empty, slot, XS)
         # sizes and pointers meet a scalar before they meet a tensor: Triton 3.6 knows nothing of the bare arguments of a partition
         rn0 = pn * BN
         rm0 = pm * BT
@@ -281,10 +261,10 @@ def _consume8(
             else:
                 mine = 2 * pid + 1 - first
                 units = nk * tiles_m * tiles_n // unit
-                lo = _owner(tile * nk // unit, units, blocks)
-                hi = _owner((tile * nk + nk - 1) // unit, units, blocks)
+                lo = owner(tile * nk // unit, units, blocks)
+                hi = owner((tile * nk + nk - 1) // unit, units, blocks)
                 # the run of the first block may have begun in an earlier tile, the others begin here
-                early = _start(lo, units, blocks) * unit < tile * nk
+                early = start(lo, units, blocks) * unit < tile * nk
                 _store_part(r, part_ptr, count_ptr + tile, mine, lo, hi, early, yp, bp, ws_ptr, xs_ptr, rn0, rm0, live_n, live_m, step,
                             y_ptr.dtype.element_ty, HAS_BIAS, BT, BN, NW, MMA)  # fmt: skip
         else:
@@ -323,8 +303,8 @@ def ws_fp8(
     tiles_m = (M + BT - 1) // BT
     tiles_n = (N + BN - 1) // BN
     units = nk * tiles_m * tiles_n // unit
-    w0 = _start(pid, units, blocks) * unit
-    left = _start(pid + 1, units, blocks) * unit - w0
+    w0 = start(pid, units, blocks) * unit
+    left = start(pid + 1, units, blocks) * unit - w0
     tile = pid
     hop = blocks
     k = pid * 0
@@ -337,11 +317,7 @@ def ws_fp8(
     sy = sx
     if TS:
         sy = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [BT, BN], SY)
-    full = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(XS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=NW * 32)
+    full, empty = mbarriers(XS, 1, NW * 32)
     gl.warp_specialize(
         [
             (_consume8, (sx, sy, full, empty, yd, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, base_ptr, ws_ptr, part_ptr, count_ptr, M, N, KT,

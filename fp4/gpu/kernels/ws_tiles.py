@@ -16,15 +16,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fp4.gpu.kernels.gluon_decode import barrier, unpack_scales
-from fp4.gpu.kernels.natural import quad_lane, quad_scales
+from fp4.gpu.kernels.natural import quad_scales
+from fp4.gpu.kernels.operand import at_scales, at_words, split_scales, tile_operand
 from fp4.gpu.kernels.pdl import gl_wait
-from fp4.gpu.kernels.wide_m import _split_scales
-from fp4.gpu.kernels.ws_m import _release, at_scales, tile_operand, tma_load
+from fp4.gpu.kernels.ring import following, into_buffer, mbarriers, release, tma_load, tma_store
 
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #: rows and words of x that a helper brings into order at a time, 64 KiB; ``CHUNK`` tiles of 64 columns
 HELP_ROWS, HELP_WORDS = 16, 1024
 CHUNK = HELP_WORDS // 32
@@ -112,9 +111,7 @@ def _produce_tiles(
                 mbarrier.wait(empty.index(slot), phase)
                 mbarrier.expect(full.index(slot), BT * 128)
                 tma_load(xd, [pm * BT, k * 64], full.index(slot), sx.index(slot))
-                wrap = slot == XS - 1
-                slot = gl.where(wrap, 0, slot + 1)
-                phase = gl.where(wrap, phase ^ 1, phase)
+                slot, phase = following(slot, phase, XS)
 
 
 @gluon.jit
@@ -125,16 +122,6 @@ def _words(p, offset, live, on, EVEN: gl.constexpr):
     else:
         mask = live & gl.full(offset.shape, on, gl.int1, layout=offset.type.layout)
         return gl.load(p + offset, mask=mask, other=0, eviction_policy="evict_first")
-
-
-@gluon.jit
-def _at_words(KT, NW: gl.constexpr, R: gl.constexpr):
-    """i32 [NW, R*128]: row tile, offset of the word in a step; and the number of a word's lane in its quad."""
-    LA: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
-    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LA))[:, None]
-    i = gl.arange(0, R * 128, layout=gl.SliceLayout(0, LA))[None, :]
-    row = (i // 128) * NW + warp
-    return row, row * (KT * 128) + i % 128, quad_lane(i % 128 + warp * 0, NW, R)
 
 
 @gluon.jit
@@ -153,8 +140,8 @@ def _consume_tiles(
     L: gl.constexpr = 64 if KIND == 16 else 32
     KB = (KT + 3) // 4
     NT = (N + 15) // 16
-    ra, oa, lane = _at_words(KT, NW, R)
-    rs, os = at_scales(KB, KIND, NAT, NW, R)
+    ra, oa, lane = at_words(KT, NW, R)
+    rs, os = at_scales(KB, KIND, U, NAT, NW, R)
     # helpers have no tile: they read the first one and use nothing of it
     pm, pn = _place(gl.where(i0 < tiles, i0, 0), tiles_m, tiles_n, GM)
     rt = pn * (R * NW)
@@ -183,7 +170,7 @@ def _consume_tiles(
             rt = gl.where(end, npn, pn) * (R * NW)
             live = rt + ra < NT
             s = _words(sp, os, rt + rs < NT, True, EVEN)
-            s0, s1 = quad_scales(scale, NW, R, G) if NAT else _split_scales(scale, NW, R, U)
+            s0, s1 = quad_scales(scale, NW, R, G) if NAT else split_scales(scale, NW, R, U)
             q0, q1, q2, q3 = unpack_scales(s0, oc, KIND, ANY, HALF)
             for u in gl.static_range(U):
                 # decode the words of this step and fetch those of the same step of the next round in their place
@@ -205,22 +192,16 @@ def _consume_tiles(
                 acc = warpgroup_mma(op, sx.index(slot).permute([1, 0]), acc, is_async=True)
                 acc, before = warpgroup_mma_wait(num_outstanding=1, deps=[acc, before])
                 if (kk > 0) | (u > 0):
-                    _release(empty, slot, XS)
+                    release(empty, slot, XS)
                 before = op
-                wrap = slot == XS - 1
-                slot = gl.where(wrap, 0, slot + 1)
-                phase = gl.where(wrap, phase ^ 1, phase)
+                slot, phase = following(slot, phase, XS)
         r, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
-        _release(empty, slot, XS)
+        release(empty, slot, XS)
         r = r * gl.load(alpha_ptr)
         if HAS_BIAS:
             rb = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
             r += gl.load(bias_ptr + pn * BN + rb, mask=rb < N - pn * BN, other=0.0).to(gl.float32)[:, None]
-        tma.store_wait(0)  # the tile in front has left the buffer
-        barrier()
-        sy.permute([1, 0]).store(r.to(sy.dtype))
-        fence_async_shared()
-        barrier()
+        into_buffer(sy, r)
         tma_store(yd, [pm * BT, pn * BN], sy)
         pm = npm
         pn = npn
@@ -261,11 +242,7 @@ def ws_tiles(
             _order_x(x_ptr, o_ptr, flag_ptr, first, items, helpers, M, words, KT, chunks, BT, GM, NW)
     sx = gl.allocate_shared_memory(DT, [XS, BT, 64], SX)
     sy = gl.allocate_shared_memory(yd.dtype, [BT, BN], SX)
-    full = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(XS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=NW * 32)
+    full, empty = mbarriers(XS, 1, NW * 32)
     gl.warp_specialize(
         [
             (_consume_tiles, (sx, sy, full, empty, yd, w_ptr, s_ptr, alpha_ptr, bias_ptr, N, KT, oc, i0, tiles, step, nk, tiles_m, tiles_n,
