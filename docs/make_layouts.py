@@ -37,6 +37,72 @@ chain = fp4.layouts["gate_up_pairs"] >> fp4.layouts["trtllm_rows_32"] >> L
 ```
 
 On the command line: `fp4 layout list`, `fp4 layout show sf_128x4 --shape 1024x64`, `fp4 layout equal sf_128x4 blackwell_sf`.
+
+A layout has one text everywhere (`fp4.layouts.parse`, `fp4.to_layout`, `quantize(scale_layout=)`, a backend's `Stored`, the command line): a name
+of this page, `hopper_sf(num_warps=4)` for one with parameters, a spec, or several joined with ` >> `.
+
+## From a quantised weight to a kernel's bytes
+
+`apply` and `invert` take and give bare bytes. `fp4.to_layout` keeps the order with them, so that they are not swizzled twice:
+
+```python
+import torch
+
+q = fp4.quantize(torch.randn(256, 128), "nvfp4")
+blackwell = fp4.to_layout(q.scale, "sf_128x4")  # cuBLASLt, CUTLASS, FlashInfer mm_fp4, torch._scaled_mm
+trtllm = fp4.to_layout(q.codes, "trtllm_rows_32"), fp4.to_layout(q.scale, "trtllm_rows_32 >> sf_128x4")
+assert torch.equal(blackwell.restore(), q.scale)
+print(blackwell, blackwell.data.shape)
+fused = fp4.quantize(torch.randn(256, 128), "nvfp4", scale_layout="sf_128x4")  # the same in one pass over x
+print(fused.scale)
+```
+```text
+Stored(sf_128x4, shape=[256, 8], 2048 bytes, device=cpu) torch.Size([2048])
+Stored(sf_128x4, shape=[256, 8], 2048 bytes, device=cpu)
+```
+
+Marlin also maps scale values, before it orders them ([encode steps](#encode-steps)):
+
+```python
+weight = fp4.to_layout(q.codes, "marlin_w").data.view(torch.int32)
+step = fp4.encode.get("marlin_nvfp4_v3")(q.scale)  # data, and the power of two that the scales were multiplied by
+scale = fp4.to_layout(step.data, "marlin_mx_sf").data
+assert q.global_scale is not None
+second = fp4.encode.marlin_global_scale(q.global_scale, step.factor, torch.bfloat16)
+print(weight.shape, scale.shape, step.factor)
+```
+```text
+torch.Size([4096]) torch.Size([2048]) 1.0
+```
+
+Activation scales of a grouped GEMM lie one expert after the other, each padded on its own: `fp4.Segmented(layout, starts)`.
+
+```python
+ragged = fp4.Segmented(L, (0, 10, 150))  # first row of each expert, then the total
+print(ragged.bases(8), ragged.nbytes((150, 8)))
+```
+```text
+(0, 1024, 3072) 3072
+```
+
+## One of your own
+
+```python
+from fp4.testing import mutants
+
+mine = fp4.Layout("mine", "(mo m4 m8) (ko k2) -> ko mo m8 m4 k2", pad=(32, 2))
+print(mine.formula(), mine.multiple)
+scale = torch.randint(0, 256, (40, 5), dtype=torch.uint8)
+packed = torch.nn.functional.pad(scale, (0, 1, 0, 24)).reshape(2, 4, 8, 3, 2).permute(3, 0, 2, 1, 4).reshape(-1)  # the kernel's own code
+assert torch.equal(mine.apply(scale), packed)
+assert all(not torch.equal(m.apply(scale), packed) for m in mutants(mine))  # no wrong neighbour passes for it
+```
+```text
+(m % 8)*8 + ((m//8) % 4)*2 + (m//32)*64 + (k % 2) + (k//2)*64*RO (32, 2)
+```
+
+`RO` and `CO` in a formula are what the free row and column axes come to, `multiple` what a shape is padded to, or must be a multiple of where
+`pad` is None. `unit="nibble"` counts 4-bit columns, `word` permutes the bits of each 32-bit word afterwards.
 """
 
 
@@ -91,7 +157,7 @@ def page() -> str:
         for layout in layouts:
             if layout.role == role:
                 lines += entry(layout)
-    lines += ["## Encode steps", "", "Value maps that some backends need besides a layout; `fp4.encode.get(name)`.", ""]
+    lines += ["## Encode steps", "", "Value maps that some backends need besides a layout; `fp4.encode.get(name)(scale)` gives the bytes and a power of two.", ""]
     lines += ["| name | lossless | read exactly over | whose |", "|---|---|---|---|"]
     for name in encode.names():
         e = encode.get(name)
