@@ -38,8 +38,8 @@ chain = fp4.layouts["gate_up_pairs"] >> fp4.layouts["trtllm_rows_32"] >> L
 
 On the command line: `fp4 layout list`, `fp4 layout show sf_128x4 --shape 1024x64`, `fp4 layout equal sf_128x4 blackwell_sf`.
 
-A layout has one text everywhere (`fp4.layouts.parse`, `fp4.to_layout`, `quantize(scale_layout=)`, a backend's `Stored`, the command line): a name
-of this page, `hopper_sf(num_warps=4)` for one with parameters, a spec, or several joined with ` >> `.
+A layout has one text everywhere (`fp4.layouts.parse`, `fp4.to_layout`, `quantize(scale_layout=)`, a backend's `Stored`, the command line):
+a name of this page, `hopper_sf(num_warps=4)` for one with parameters, a spec, or several joined with ` >> `.
 
 ## From a quantised weight to a kernel's bytes
 
@@ -101,8 +101,8 @@ assert all(not torch.equal(m.apply(scale), packed) for m in mutants(mine))  # no
 (m % 8)*8 + ((m//8) % 4)*2 + (m//32)*64 + (k % 2) + (k//2)*64*RO (32, 2)
 ```
 
-`RO` and `CO` in a formula are what the free row and column axes come to, `multiple` what a shape is padded to, or must be a multiple of where
-`pad` is None. `unit="nibble"` counts 4-bit columns, `word` permutes the bits of each 32-bit word afterwards.
+`RO` and `CO` in a formula are what the free row and column axes come to, `multiple` what a shape is padded to, or must be a multiple
+of where `pad` is None. `unit="nibble"` counts 4-bit columns, `word` permutes the bits of each 32-bit word afterwards.
 """
 
 
@@ -157,7 +157,8 @@ def page() -> str:
         for layout in layouts:
             if layout.role == role:
                 lines += entry(layout)
-    lines += ["## Encode steps", "", "Value maps that some backends need besides a layout; `fp4.encode.get(name)(scale)` gives the bytes and a power of two.", ""]
+    what = "Value maps that some backends need besides a layout; `fp4.encode.get(name)(scale)` gives the bytes and a power of two."
+    lines += ["## Encode steps", "", what, ""]
     lines += ["| name | lossless | read exactly over | whose |", "|---|---|---|---|"]
     for name in encode.names():
         e = encode.get(name)

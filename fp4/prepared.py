@@ -33,7 +33,7 @@ from fp4.gpu.problem import Problem
 from fp4.gpu.storage import Stored
 from fp4.tensor import QuantizedTensor
 
-__all__ = ["Packed", "Prepared", "PreparedMoE", "Weights", "load"]
+__all__ = ["Packed", "Prepared", "PreparedMoE", "Weights", "load", "pack"]
 
 _handles = itertools.count(1)
 #: names this process in exported graphs

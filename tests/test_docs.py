@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -101,3 +102,19 @@ def test_names_of_the_pages_resolve() -> None:
     code = "import sys, fp4\nfor name in sys.argv[1:]:\n    try: eval(name)\n    except AttributeError as error: print(name, error)"
     done = subprocess.run([sys.executable, "-c", code, *sorted(names)], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+def test_modules_that_the_inner_pages_name_exist() -> None:
+    """``fp4.gpu.registry.Ok`` and the like, by import; so does every file of ``fp4/`` that a page names."""
+    dotted = re.compile(r"(?<![\w./-])fp4(?:\.[A-Za-z_]\w*)+(?!\w*/)")
+    for page in PAGES:
+        text = page.read_text()
+        for name in {*dotted.findall(text)} - {"fp4.backends"}:  # that is the entry-point group
+            value: object = importlib.import_module("fp4")
+            for i, part in enumerate(name.split(".")[1:], 2):
+                if not hasattr(value, part):
+                    value = importlib.import_module(".".join(name.split(".")[:i]))
+                else:
+                    value = getattr(value, part)
+        for path in re.findall(r"`((?:fp4|tests|docs|examples|benchmarks)/[\w./]+\.\w+)`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import re
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +163,33 @@ def test_spaces_around_a_name_in_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("FP4_BACKEND", "refer ence")
     with pytest.raises(fp4.BackendUnavailable, match="did you mean 'reference'"):
         fp4.prepare(Q)
+
+
+def test_the_backend_of_the_page_installs_and_runs(tmp_path: Path) -> None:
+    """``docs/backends.md``: its module and its entry point, as an installed distribution in a process of its own."""
+    page = (Path(__file__).parents[1] / "docs" / "backends.md").read_text()
+    module, entry = (re.findall(rf"```{kind}\n(.*?)```", page, re.S)[0] for kind in ("python", "toml"))
+    (tmp_path / "my_kernels.py").write_text(module)
+    group, line = entry.strip().splitlines()
+    assert group == '[project.entry-points."fp4.backends"]'
+    info = tmp_path / "my_kernels-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_kernels\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fp4.backends]\n" + line.replace('"', "") + "\n")
+    code = """
+import sys, torch, fp4
+q, x, bias = fp4.quantize(torch.randn(96, 64)), torch.randn(5, 64), torch.randn(96)
+w = fp4.prepare(q)
+assert w.backend == "my_kernels", w.explain()
+assert torch.allclose(fp4.matmul(x, w, bias), x @ fp4.dequantize(q).T + bias, atol=1e-5)
+assert torch.equal(w.restore().scale, q.scale) and w.arrays["scale"].shape == (512,)
+w.save(sys.argv[1])
+assert torch.equal(fp4.matmul(x, fp4.load_prepared(sys.argv[1])), fp4.matmul(x, w))
+for device, op, act, why in (("sm90", "matmul", "any", "runs on CPUs"), ("cpu", "moe", "any", "linear layers only"),
+                             ("cpu", "matmul", "nvfp4", "keeps activations")):
+    assert why in fp4.explain(op, "nvfp4", device, act=act).reasons["my_kernels"], (device, op, act)
+"""
+    where = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, str(tmp_path / "w.fp4")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": where}, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
