@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fp4
 from fp4.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -118,3 +120,15 @@ def test_modules_that_the_inner_pages_name_exist() -> None:
                     value = getattr(value, part)
         for path in re.findall(r"`((?:fp4|tests|docs|examples|benchmarks)/[\w./]+\.\w+)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_reference_lists_every_public_name_and_is_current() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
+    listed = [name for names in made["GROUPS"].values() for name in names]
+    assert sorted(listed) == sorted({*fp4.__all__} - {"__version__"})
+    text = made["page"]()
+    assert (ROOT / "docs" / "reference.md").read_text() == text, "run: python docs/make_reference.py"
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            assert line.count("|") == 3, line
+            assert re.search(r"\w", line.split("|")[2]), f"no docstring: {line}"
