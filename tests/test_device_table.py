@@ -49,6 +49,12 @@ def test_each_capability_is_in_the_set_of_its_generation() -> None:
         assert members == {cc for cc in KNOWN if cc.major == major}
 
 
+def test_bytes_of_another_kind_of_device_do_not_run() -> None:
+    """A CPU and an AMD GPU have no capability: that alone does not make them one."""
+    assert not Device(kind="hip").same_target(Device.of("cpu"))
+    assert Device.of("cpu").same_target(Device.of("cpu"))
+
+
 def table() -> list[list[str]]:
     """The rows of the device table, the header first."""
     text = README.read_text()

@@ -307,14 +307,19 @@ def test_scales_of_the_block_scaled_path(monkeypatch: pytest.MonkeyPatch, calibr
     torch.testing.assert_close(y, fp4.dequantize(xq) @ fp4.dequantize(q).T + bias, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["x", "bias", "weights", "quantize"])
-def test_the_negative_bit_is_not_overlooked(linear: Prepared, name: str) -> None:
-    """``z.conj().imag`` is a view whose memory holds the other sign; a kernel that reads the memory gave -y, the CPU a raw error."""
+@pytest.mark.parametrize("name", ["x", "bias", "x of experts", "weights", "quantize"])
+def test_the_negative_bit_is_not_overlooked(name: str) -> None:
+    """``z.conj().imag`` is a view whose memory holds the other sign; a kernel that reads the memory gave -y, the CPU a raw error. The
+    stand-ins look at nothing, as kernels do."""
+    linear = fp4.prepare(fp4.quantize(torch.randn(96, 64), "nvfp4"))
     ex = fp4.prepare_moe(*(fp4.quantize(torch.randn(2, 64, k), "mxfp4") for k in (64, 32)), gate_up="gate_up")
+    for p in (linear, ex):
+        object.__setattr__(p, "_call", lambda x, *rest: x.new_zeros(x.shape[0], 96))
     x, ids, weights = torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     calls = {
         "x": lambda: fp4.matmul(torch._neg_view(torch.randn(3, linear.shape[1])), linear),
         "bias": lambda: fp4.matmul(torch.randn(3, linear.shape[1]), linear, torch._neg_view(torch.randn(linear.n))),
+        "x of experts": lambda: fp4.moe(torch._neg_view(x), ex, ids, weights),
         "weights": lambda: fp4.moe(x, ex, ids, torch._neg_view(weights)),
         "quantize": lambda: fp4.quantize(torch.randn(2, 64, dtype=torch.complex64).conj().imag),
     }

@@ -262,6 +262,19 @@ def test_encoded_scales_come_back_bit_for_bit(own: Any, tmp_path: Path) -> None:
         fp4.prepare(w)
 
 
+def test_value_maps_are_undone_in_the_other_order(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4 import encode
+
+    turn = encode.Encode("turn", lambda x: encode.Encoded(255 - x, 1.0), lambda e: 255 - e.data, True)
+    step = encode.Encode("step", lambda x: encode.Encoded(x + 3, 1.0), lambda e: e.data - 3, True)
+    monkeypatch.setattr(encode, "_TABLE", {**encode._TABLE, "turn": turn, "step": step})
+    own(layouts=lambda p: {"codes": Stored(), "scale": Stored("sf_128x4", encode=("turn", "step"))}, run=lambda p: lambda *_: None)
+    w = random_weight(5, "mxfp4", 50, 128)
+    p = fp4.prepare(w)
+    assert torch.equal(p.arrays["scale"].flatten(), fp4.layouts["sf_128x4"].apply(255 - w.scale + 3).flatten())
+    same(p.restore(), w)
+
+
 @pytest.mark.parametrize(
     ("fmt", "name", "error", "words"),
     [

@@ -14,6 +14,7 @@ import torch
 import fp4
 from fp4.gpu import registry
 from fp4.gpu.backends import reference
+from fp4.gpu.device import Device
 from fp4.gpu.problem import Problem
 from fp4.gpu.registry import Ok
 
@@ -79,6 +80,12 @@ def test_experts(asked: list[Problem], w13: Any, w2: Any, more: dict[str, Any], 
     fp4.prepare_moe(w13, w2, gate_up="up_gate", **more)
     assert asked
     assert all({name: getattr(p, name) for name in want} == want for p in asked if p.act_dtype == more.get("act_dtype", torch.bfloat16))
+
+
+@pytest.mark.parametrize("group", ["tp", "ep"])
+def test_a_rank_is_one_of_its_group(group: str) -> None:
+    with pytest.raises(fp4.FormatMismatch, match=rf"{group} is \(2, 2\); need \(rank, size\)"):
+        Problem("matmul", fp4.NVFP4, Device.of("sm90"), **{group: (2, 2)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("ratio", "scales"), [(1.0, "expert"), (2.0, "gate_up_foldable"), (3.0, "gate_up")])

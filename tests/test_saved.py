@@ -107,6 +107,8 @@ EXPERTS: dict[str, Edit] = {
     "bias short": lambda a, t: t.update(bias2=t["bias2"][:1]),
     "bias long": lambda a, t: t.update(bias2=t["bias2"].repeat(1, 2)),
     "global scale": lambda a, t: t.update({"w13.global_scale": torch.ones(3)}),
+    "global scale a half": lambda a, t: t.update({"w2.global_scale": torch.ones(2, 2)}),
+    "input scale a half": lambda a, t: t.update({"w13.input_scale": torch.ones(2, 2)}),
     "global scale bf16": lambda a, t: t.update({"w2.global_scale": torch.ones(2).bfloat16()}),
     "global scale infinite": lambda a, t: t.update({"w2.global_scale": torch.tensor([1.0, float("inf")])}),
     "no gate": lambda a, t: a["problem"].update(gate_up=None),
@@ -129,6 +131,21 @@ def test_an_unchanged_file_loads(tmp_path: Path, backend: str) -> None:
     assert all(torch.equal(t, p.arrays[n]) for n, t in q.arrays.items())
     with pytest.raises(fp4.Fp4Error, match="'gpu0' is no torch device"):
         fp4.load_prepared(tmp_path / "w.safetensors", "gpu0")
+
+
+def test_bytes_of_another_device_are_kept_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded where they cannot run they are not made anew for another order of the same backend: they are what the file says."""
+    from fp4.gpu.backends import triton
+
+    p = make("triton")
+    p.save(tmp_path / "w.safetensors")
+    monkeypatch.setattr(triton, "layouts", triton._plain_layouts)
+    q = fp4.load_prepared(tmp_path / "w.safetensors", "cpu")
+    assert q.backend == "triton"
+    assert all(torch.equal(t, p.arrays[n]) for n, t in q.arrays.items())
+    assert torch.equal(q.restore().codes, p.restore().codes)
+    with pytest.raises(fp4.LayoutMismatch, match="were prepared for SM90"):
+        fp4.matmul(torch.randn(1, 256, dtype=torch.bfloat16), q)
 
 
 def test_save_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,25 @@ def test_nan_and_negative_scales_are_refused(narrow: None, fmt: str, byte: int, 
     assert fp4.prepare(w, "reference").backend == "reference"
 
 
+def test_zeros_of_eight_bits(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """e4m3 codes are zero as 0x00 and 0x80 only; 0x08 is 2^-6."""
+    monkeypatch.setitem(LIMITS, "mxfp8", (0x01, 0xFE))
+    w = fp4.quantize(torch.randn(48, 64), "mxfp8")
+    w.scale[5, 1] = 0
+    w.codes[5] = 0x80
+    assert fp4.prepare(w).backend == "narrow"
+    w.codes[5, 40] = 0x08
+    assert fp4.prepare(w).backend == "reference"
+
+
+def test_what_is_broken_is_named_before_what_is_out_of_range(narrow: None) -> None:
+    w = random_weight(1, "mxfp4", 48, 64)
+    w.codes[:] = 0x11
+    w.scale[3, 0], w.scale[9, 1] = 0x00, 0xFF
+    with pytest.raises(fp4.FormatMismatch, match=r"block scale byte 0xff at \[9, 1\]"):
+        fp4.prepare(w)
+
+
 def test_a_number_that_the_backend_cannot_read_goes_to_the_next(narrow: None) -> None:
     """ue8m0 byte 0 is 2^-127, and 0.0 in kernels that shift it into an exponent. Over zeros both are zero."""
     w = random_weight(1, "mxfp4", 48, 64)

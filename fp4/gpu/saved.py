@@ -160,9 +160,9 @@ def _fits(p: Any) -> None:
             t, nbytes = p.arrays[name], storage.nbytes(p.layouts[name], getattr(about, part))
             if t.element_size() != 1 or t.numel() != nbytes:
                 raise CheckpointError(f"{name} is {t.dtype} {list(t.shape)}; need {nbytes} bytes as {p.layouts[name]}")
-        shapes = ((), lead, (*lead, 2)) if prefix == "w13." else ((), lead)
         for part in ("global_scale", "input_scale"):
             t = p.arrays.get(prefix + part)
+            shapes = ((), lead, (*lead, 2)) if prefix + part == "w13.global_scale" else ((), lead)
             if t is not None and (t.dtype != torch.float32 or tuple(t.shape) not in shapes):
                 raise CheckpointError(f"{prefix + part} is {t.dtype} {list(t.shape)}; need float32 [] or one value an expert")
             if t is not None:
