@@ -217,7 +217,7 @@ def test_weights_without_bytes() -> None:
         fp4.prepare_moe(pair, random_weight(2, "mxfp4", 4, 64, 32))
 
 
-@pytest.mark.parametrize("local", [(1, 3), [1, 3], range(1, 3)])
+@pytest.mark.parametrize("local", [(1, 3), range(1, 3)])
 def test_local_experts_as_a_range(local: Any) -> None:
     """range(1, 3) unpacks into 1, 2: taken for (start, stop) it loses an expert without a word."""
     ex = layer(local_experts=local)
