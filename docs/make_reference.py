@@ -16,7 +16,7 @@ GROUPS = {
     "Tensors and formats": ["QuantizedTensor", "Format", "NVFP4", "MXFP4", "MXFP8", "NVFP4_B32", "AMDFP4", "formats"],
     "Quantising": ["quantize", "dequantize", "fake_quantize", "Recipe", "recipes"],
     "Layouts": ["layouts", "Layout", "Segmented", "to_layout", "encode"],
-    "Checkpoints": ["open_checkpoint"],
+    "Checkpoints": ["open_checkpoint", "checkpoint"],
     "Layers": ["prepare", "matmul", "prepare_moe", "moe", "SwiGLU", "SiLU", "SiTU", "ReLU2", "Prepared", "PreparedMoE"],
     "Around layers": ["explain", "warmup", "load_prepared", "fuse", "ref"],
     "Testing": ["testing"],
@@ -33,7 +33,7 @@ GROUPS = {
 }
 #: what a call returns whose methods are the way on
 RETURNED = {
-    "fp4.open_checkpoint": ("fp4.checkpoint.base", "Checkpoint"),
+    "fp4.open_checkpoint": ("fp4.checkpoint", "Checkpoint"),
     "fp4.to_layout": ("fp4.stored", "Stored"),
     "fp4.quantize(scale_layout=)": ("fp4.stored", "StoredQuantized"),
     "fp4.explain": ("fp4.gpu.registry", "Ranking"),
@@ -105,12 +105,16 @@ def page() -> str:
                     lines.append(f"| `fp4.ref.{module}.{verb}{_call(value)}` | {_line(value)} |")
             elif name == "recipes":
                 lines += _rows("fp4.recipes", type(thing))
-            elif not function and name not in ("Format", "errors") and not (inspect.isclass(thing) and issubclass(thing, Exception)):
+            elif (
+                not function
+                and name not in ("Format", "checkpoint", "errors")
+                and not (inspect.isclass(thing) and issubclass(thing, Exception))
+            ):
                 lines += _rows(f"fp4.{name}" if inspect.ismodule(thing) else name, thing)
         for source, (module, owner) in RETURNED.items():
             if source.split(".")[1].split("(")[0] in names:
                 made = getattr(importlib.import_module(module), owner)
-                lines += [f"| `{owner}`, of `{source}` | {_line(made)} |", *_rows(owner, made)]
+                lines += [f"| `{owner}` of `{source}` (`from {module} import {owner}`) | {_line(made)} |", *_rows(owner, made)]
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
 

@@ -1,6 +1,17 @@
-"""fp4: NVFP4 and MXFP4 formats, numerics, storage layouts and kernels, each described once.
+"""NVFP4 and MXFP4 formats, numerics, storage layouts and kernels, each described once.
 
-Names resolve on first use, so ``import fp4`` imports neither Triton nor any vendor library and creates no CUDA context.
+::
+
+    q = fp4.quantize(x, "nvfp4")            codes and scales, a QuantizedTensor; fp4.dequantize(q) gives values
+    ck = fp4.open_checkpoint(path)          ck.quantized(name), ck.dequantize(name), of any producer
+    w = fp4.prepare(q)                      the bytes of one backend; y = fp4.matmul(x, w)
+    ex = fp4.prepare_moe(w13, w2, ...)      y = fp4.moe(x, ex, topk_ids, topk_weights)
+    fp4.layouts["sf_128x4"].apply(q.scale)  the bytes of a kernel; .invert, .offset, .formula
+    fp4.recipes["modelopt"]                 how a library rounds, for quantize(recipe=)
+    fp4.explain(op="moe", device="sm100")   which backend, and why not each other one
+
+``help(fp4.quantize)`` and so on have shapes, dtypes and errors; ``docs/reference.md`` lists every name. Names resolve on first use, so
+``import fp4`` imports neither Triton nor any vendor library and creates no CUDA context.
 """
 
 from __future__ import annotations
@@ -26,7 +37,7 @@ _EXPORTS: dict[str, tuple[str, str]] = {
     **{n: ("fp4.prepared", n) for n in ("Prepared", "PreparedMoE")},
     "load_prepared": ("fp4.prepared", "load"),
     "open_checkpoint": ("fp4.checkpoint", "open_checkpoint"),
-    **{n: (f"fp4.{n}", "") for n in ("encode", "errors", "formats", "fuse", "ref", "testing")},
+    **{n: (f"fp4.{n}", "") for n in ("checkpoint", "encode", "errors", "formats", "fuse", "ref", "testing")},
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
@@ -39,6 +50,7 @@ def __dir__() -> list[str]:
 # ``as`` with the same name is how a stub exports: type checkers and editors see these imports, Python sees ``__getattr__``. Hidden from
 # them, ``__getattr__`` cannot turn a misspelt name into ``Any``.
 if TYPE_CHECKING:
+    from fp4 import checkpoint as checkpoint
     from fp4 import encode as encode
     from fp4 import errors as errors
     from fp4 import formats as formats

@@ -83,7 +83,7 @@ def test_dir_lists_the_public_names_only() -> None:
     assert {n for n in names[0] if not n.startswith("_")} == {n for n in names[1] if not n.startswith("_")}
 
 
-@pytest.mark.parametrize("name", ["encode", "errors", "formats", "fuse", "layouts", "ref", "testing"])
+@pytest.mark.parametrize("name", ["checkpoint", "encode", "errors", "formats", "fuse", "layouts", "ref", "testing"])
 def test_a_public_module_lists_its_own_names_only(name: str) -> None:
     """Tab completion after ``fp4.fuse.`` offers no ``torch`` and no helper. In a process of its own, where nothing else was imported."""
     listed, declared = json.loads(_python(f"import json, fp4; m = fp4.{name}; print(json.dumps([dir(m), m.__all__]))"))

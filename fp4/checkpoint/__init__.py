@@ -21,6 +21,11 @@ from fp4.errors import CheckpointError, shown
 
 __all__ = ["DIALECTS", "Checkpoint", "CheckpointWarning", "open_checkpoint"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 #: asked in this order; the first that recognises a checkpoint reads it
 DIALECTS: tuple[Dialect, ...] = (
     Refused(),
