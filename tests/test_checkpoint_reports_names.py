@@ -352,7 +352,7 @@ def test_g1_repair_on_demand(tmp_path: Path, zero: bool) -> None:
     scale[5, 3] = 0x7F
     ex.tensors[f"{m}.weight_scale"] = scale.view(torch.float8_e4m3fn)
     if zero:
-        ex.tensors[f"{m}.weight"][5, 24:32] = 0x80  # zeros of both signs
+        ex.tensors[f"{m}.weight"][5, 24:32] = torch.tensor([0x80, 0x08] * 4)  # zeros of both signs
         ex.want[f"{m}.weight"][5, 48:64] = 0
     ex.write(tmp_path)
     with pytest.raises(fp4.CheckpointError, match="is NaN"):
