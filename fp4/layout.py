@@ -340,7 +340,8 @@ class Layout(Orders):
             return Reason(f"{self._where}: {DIMS[d]} cannot be split in storage: {why}")
         if size % (n * self.multiple[d]):
             what = f"{size} {DIMS[d]} ({self.unit}s)" if d else f"{size} rows"
-            return Reason(f"{self._where}: {what} in {n} parts are not multiples of {self.multiple[d]}")
+            of = f", each a multiple of {self.multiple[d]}" if self.multiple[d] > 1 else ""
+            return Reason(f"{self._where}: {what} do not split into {n} equal parts{of}")
         at = next(i for i, j in enumerate(self.order) if self.axes[j] is group[0])
         extent = [self.axes[j].size or g.free[self.axes[j].dim] for j in self.order]
         count, run = math.prod(extent[:at]), math.prod(extent[at:])

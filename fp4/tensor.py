@@ -172,7 +172,6 @@ class QuantizedTensor:
         parts = (self.codes, self.scale, self.global_scale, self.input_scale, *self.extras.values())
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
-    @property
     def numel(self) -> int:
         """Elements, not bytes."""
         return math.prod(self.shape)

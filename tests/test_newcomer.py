@@ -110,3 +110,13 @@ def test_every_recipe_field_says_what_it_decides() -> None:
     assert {*CHOICES} == text
     for name, text_of in MEANING.items():  # one part a value, or none of them explained
         assert len(text_of.split(" | ")) in (1, len(CHOICES.get(name, ()))), name
+
+
+def test_a_cut_that_does_not_come_out_says_so() -> None:
+    assert str(fp4.layouts["plain"].shard(-1, 3, (4, 32))).endswith("32 columns (bytes) do not split into 3 equal parts")
+    assert str(fp4.layouts["sf_128x4"].shard(0, 4, (256, 8))).endswith("256 rows do not split into 4 equal parts, each a multiple of 128")
+
+
+def test_numel_is_called_as_on_a_tensor() -> None:
+    x = torch.randn(3, 64)
+    assert fp4.quantize(x).numel() == x.numel()

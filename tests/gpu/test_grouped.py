@@ -233,7 +233,7 @@ def test_gpt_oss_sizes():
 def test_offsets_beyond_2_31_elements(plan):
     """The last experts of 2^31 and more weights, w13 alone."""
     layer = Layer(MXFP4, e=132, h=2880, i=2880, bias=False)
-    assert layer.w13.numel > 1 << 31
+    assert layer.w13.numel() > 1 << 31
     x, ids, p = layer.inputs(9, 3)
     ids[:, 0], ids[:, 1], ids[:, 2] = 131, 130, 0
     layer.check(x, ids, p, plan)
