@@ -169,6 +169,11 @@ def test_hub_cache_links_are_fine(tmp_path: Path) -> None:
         file.rename(repo / "blobs" / str(i))
         file.symlink_to(Path("../../blobs") / str(i))
     assert len(fp4.open_checkpoint(folder)) == len(ex.want) + 5
+    last = max(folder.glob("*.safetensors"))  # what lies in the cache beside the blobs belongs to something else
+    last.unlink()
+    (repo / "blobs" / "1").rename(repo / "1.safetensors")
+    last.symlink_to("../../1.safetensors")
+    refused_path(folder, "outside the folder")
 
 
 def test_index_and_shards_disagree(tmp_path: Path) -> None:

@@ -162,3 +162,22 @@ def test_bad_parameters() -> None:
         encode.marlin_global_scale(torch.tensor(1e4), 1.0, BF16)
     with pytest.raises(FormatMismatch, match="need bfloat16 or float16"):
         encode.marlin_decode(ALL, torch.float32)
+
+
+def test_marlin_v2_range_ends_where_e4m3_does() -> None:
+    """Byte 1 is 2^-9, so the factor is 8: 56 becomes 448, the largest e4m3 number; 60 would become 480."""
+    v2 = encode.get("marlin_nvfp4_v2")
+    good = torch.tensor([0x01, 0x66], dtype=torch.uint8)
+    assert v2.forward(good).factor == 8
+    assert torch.equal(v2.inverse(v2.forward(good)), good)
+    with pytest.raises(FormatMismatch, match="first 0x67 at 1: times the factor 8 they exceed 448"):
+        v2.forward(torch.tensor([0x01, 0x67], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, math.inf, -math.inf, math.nan, -1.0, 1.5, 2.0**-127])
+def test_what_has_no_exponent_byte_of_its_own_is_refused(value: float) -> None:
+    """Infinity's exponent field is 255, which reads as NaN; a subnormal's is 0."""
+    x = torch.tensor([1.0, value])
+    with pytest.raises(FormatMismatch, match="first .* at 1: need powers of two"):
+        encode.FP32_TO_UE8M0.forward(x)
+    assert encode.FP32_TO_UE8M0.exact(x).tolist() == [True, False]
