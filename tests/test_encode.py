@@ -178,6 +178,6 @@ def test_marlin_v2_range_ends_where_e4m3_does() -> None:
 def test_what_has_no_exponent_byte_of_its_own_is_refused(value: float) -> None:
     """Infinity's exponent field is 255, which reads as NaN; a subnormal's is 0."""
     x = torch.tensor([1.0, value])
-    with pytest.raises(FormatMismatch, match="first .* at 1: need powers of two"):
+    with pytest.raises(FormatMismatch, match=r"first .* at 1: need powers of two"):
         encode.FP32_TO_UE8M0.forward(x)
     assert encode.FP32_TO_UE8M0.exact(x).tolist() == [True, False]
