@@ -35,7 +35,11 @@ def whole(
     where: str, what: str, value: Any, low: int | None = None, high: int | None = None, error: type[Fp4Error] = FormatMismatch
 ) -> int:
     """``value`` as an int from ``low`` to ``high``, at most 64 bits. 2.5 rows must not become 2, nor True one, nor a string a number."""
-    number: int | None = value if type(value) is int else None  # a size that a compiler traces is one too
+    traced = isinstance(value, torch.SymInt) or (type(value) is int and torch.compiler.is_compiling())
+    # of a traced size an index would make a constant, and a bound that every size keeps would be a guard
+    if traced and (low is None or value >= low) and (high is None or high >= _MOST or value <= high):
+        return value  # type: ignore[no-any-return]
+    number: int | None = value if type(value) is int else None
     if number is None and not isinstance(value, (bool, np.bool_)) and getattr(value, "dtype", None) != torch.bool:
         with contextlib.suppress(Exception):  # a tensor without values, or of several, has errors of its own
             number = operator.index(value)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fp4 import check
+from fp4 import check, roles
 from fp4.errors import FormatMismatch, Unsupported, shown
 from fp4.formats import E4M3
 from fp4.tensor import GATE_UP_ORDERS, QuantizedTensor, refuse_extras
@@ -138,7 +138,8 @@ def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
     For checkpoints that name every expert (Qwen3-MoE, DeepSeek): ``prepare_moe((stack(gates), stack(ups)), stack(downs), ...)``. The
     activation scale is kept as ``[experts]`` when every expert has one. Raises FormatMismatch when formats or shapes differ, when a
-    part has an expert dimension already, or when only some parts have a global or an activation scale.
+    part has an expert dimension already, or when only some parts have a global or an activation scale; LayoutMismatch when their names
+    in a checkpoint say that they are other matrices, or experts sorted as text (0, 1, 10, 2).
     """
     experts = _tensors("stack", experts)
     refuse_extras("stack", *experts)
@@ -150,6 +151,8 @@ def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
             raise FormatMismatch(f"stack: expert {i} is {q}; need [n, k]")
         if q.gate_up != first.gate_up:
             raise FormatMismatch(f"stack: expert {i} has its rows as {q.gate_up!r}, expert 0 as {first.gate_up!r}; need one order")
+
+    source = roles.check_experts("stack", experts)
 
     def second(name: str) -> torch.Tensor | None:
         have = [s for s in (getattr(q, name) for q in experts) if s is not None]
@@ -167,6 +170,7 @@ def stack(experts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         recipe=first.recipe,
         input_scale=second("input_scale"),
         gate_up=first.gate_up,
+        source=source,
     )
 
 

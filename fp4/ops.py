@@ -8,6 +8,7 @@ Tensors on a CPU go to the vectorised torch code, tensors on a GPU to the golden
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, overload
 
 import torch
@@ -164,6 +165,13 @@ def quantize(
     op = quantize_last if straight(last) else torch.ops.fp4.quantize
     codes, scale, used = op(last, fmt.name, how.key, g, gs, per_expert)
     second = (g if g is not None else used) if fmt.tensor_scale else None
+    if (g is not None or gs is not None) and scale.numel() and _readable(scale) and int(scale.max()) < 8 and x.any():  # on a GPU: a wait
+        zeros = "" if scale.any() else ": the result is all zeros"
+        warnings.warn(
+            f"quantize: every block scale of x {list(x.shape)} is below 2^-6, where e4m3 loses precision{zeros}; global_scale is a "
+            "multiplier, amax / 2688, and encode_scale its reciprocal: they may be exchanged",
+            stacklevel=2,
+        )
     return QuantizedTensor(fmt, codes, scale, second, tuple(x.shape), axis, how)
 
 

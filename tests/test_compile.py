@@ -139,6 +139,23 @@ def test_export(linear: Prepared) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_export_of_quantisation_with_dynamic_sizes(strict: bool, fmt: str) -> None:
+    """Rows and k stay free (pytorch/TensorRT#3745): sizes that were taken for plain integers became constants of the program."""
+
+    class M(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            q = fp4.quantize(x, fmt)
+            return q.codes, q.scale, fp4.dequantize(q)
+
+    m, k = torch.export.Dim("m"), torch.export.Dim("k")
+    program = torch.export.export(M(), (torch.randn(4, 64, device=DEVICE),), dynamic_shapes={"x": {0: m, 1: 32 * k}}, strict=strict)
+    x = torch.randn(7, 96, device=DEVICE)
+    for got, want in zip(program.module()(x), M()(x), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
 def test_exported_program_in_another_process(linear: Prepared, monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
     """A handle is a number of one process: in another one the same number is another weight, perhaps of the same shape."""
 

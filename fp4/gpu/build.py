@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fp4 import check, env, fuse
+from fp4 import check, env, fuse, roles
 from fp4.errors import BackendUnavailable, FormatMismatch, LayoutMismatch, Unsupported, shown
 from fp4.formats import E4M3
 from fp4.gpu import registry, scale_range
@@ -20,6 +21,10 @@ from fp4.tensor import QuantizedTensor, check_second_level, refuse_extras
 __all__ = ["adopt", "prepare", "prepare_moe"]
 
 log = logging.getLogger("fp4")
+
+#: above this a global scale is no multiplier of a weight (amax / 2688), as for checkpoints
+_LARGEST_SCALE = 1e2
+_LARGE = "{}: global_scale {:g} makes weights of up to {:.3g}; a multiplier is amax / 2688, this looks like its own reciprocal"
 
 
 def prepare(
@@ -109,6 +114,9 @@ def prepare_moe(
         stacks = (*w13, w2) if isinstance(w13, (tuple, list)) else (w13, w2)
         refuse_extras(where_, *(q for q in stacks if isinstance(q, QuantizedTensor)), keyword="extras_applied=True")
     gate_up_scale: torch.Tensor | None = None
+    first = w13 if isinstance(w13, (tuple, list)) else (w13,)
+    if all(isinstance(q, QuantizedTensor) for q in (*first, w2)):
+        roles.check_moe(where_, first, w2)
     if isinstance(w13, (tuple, list)):
         w13, gate_up_scale = _stack_gate_up(w13, gate_up)
         gate_up = "gate_up"
@@ -282,6 +290,8 @@ def _check_scales(where: str, *tensors: QuantizedTensor, gate_up_scale: torch.Te
             t = getattr(q, name)
             if t is not None and type(t) in (torch.Tensor, torch.nn.Parameter):
                 check_second_level(of, name, t)
+                if name == "global_scale" and t.numel() and (most := float(t.max())) > _LARGEST_SCALE:
+                    warnings.warn(_LARGE.format(of, most, most * q.format.elem.max * q.format.scale.max), stacklevel=3)
     if gate_up_scale is not None:
         for part, t in zip(("gate", "up"), gate_up_scale.unbind(1), strict=True):
             check_second_level(f"{where}: {part}", "global_scale", t)
