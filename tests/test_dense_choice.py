@@ -80,7 +80,7 @@ def test_rows_fit_their_shape(n, k, block):
 @pytest.mark.skipif(launch.gluon_reason() is not None, reason="the Hopper kernels need Gluon")
 def test_shares():
     """No block is without work, cut tiles get as many blocks as fit and are worth it, uncut ones one each."""
-    from fp4.gpu.kernels.ws_m import share
+    from fp4.gpu.kernels.dense_plans import share
 
     for tiles in (1, 2, 23, 64, 66, 67, 128, 131, 132, 133, 224, 264, 896):
         for steps in (1, 2, 3, 12, 64):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp4.errors import Unsupported
-from fp4.gpu.kernels import frag, launch
+from fp4.gpu.kernels import dense_plans, frag, launch
 
 #: block size -> storage layout of "codes" and "scale"
 LAYOUT = {16: ("frag_w", "frag_sf16"), 32: ("frag_w", "frag_sf32")}
@@ -129,6 +129,8 @@ class Dense:
                 continue
             if row["kernel"] == "small" and -(-self.kt // (row["WK"] * row["U"])) > STEPS:
                 continue
+            if "busy" in row and dense_plans.busy(self, row, m) < row["busy"]:
+                continue
             return row
         return self._rows[-1]
 
@@ -166,8 +168,6 @@ class Dense:
 
     def _plan(self, m: int, half: bool, out: torch.dtype, bias: torch.Tensor | None, row: dict[str, Any] | None = None) -> Any:
         """(x, bias, y, m) -> None by a row of the table (default: the one for m), for these types and the m of its class."""
-        from fp4.gpu.kernels import dense_plans
-
         row = row or self.choose(m)
         bias_type = "*fp32" if bias is None else launch.TYPES[bias.dtype]
         return dense_plans.BUILD[row["kernel"]](self, row, m, half, out, bias_type, bias is not None)
@@ -177,6 +177,8 @@ class Dense:
     def _sizes(self, m_max: int) -> list[int]:
         """Numbers of rows that between them reach every kernel of 1 .. m_max rows."""
         sizes = {1, m_max, *range(8, min(m_max, 64) + 1, 8), *(r["m_max"] for r in self._rows if r["m_max"])}
+        if any("busy" in r for r in self._rows):  # which of these rows a call takes changes with m, back and forth
+            sizes |= {*{id(self.choose(m)): m for m in range(64, m_max, 64)}.values()}
         return sorted(s for s in sizes if 0 < s <= m_max)
 
     def warmup(self, m_max: int = 8192, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,), bias: torch.dtype | None = None) -> None:

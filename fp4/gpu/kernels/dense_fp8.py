@@ -197,8 +197,8 @@ class Dense8:
         return run
 
     def _plan_ws(self, row: Specialised, act: torch.dtype, out: torch.dtype, bias: torch.Tensor | None) -> Any:
+        from fp4.gpu.kernels.dense_plans import share
         from fp4.gpu.kernels.ws_fp8 import ws_fp8
-        from fp4.gpu.kernels.ws_m import share
 
         bt, r, sk, xs, nw, per, pdl, cut, gm, ts, qw, pf = row
         bn = r * nw * 16

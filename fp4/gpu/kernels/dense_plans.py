@@ -35,6 +35,33 @@ def aligned(**sizes: int) -> tuple[str, ...]:
     return tuple(name for name, value in sizes.items() if value % 16 == 0)
 
 
+def share(tiles: int, steps: int, room: int, cut: int, most: int) -> tuple[int, bool]:
+    """(blocks, whether their runs cut tiles) for tiles of so many steps and room for so many blocks at a time.
+
+    cut 0: runs of whole tiles. 1: all blocks get the same number of steps. 2: where a tile can have several blocks it is cut into as many
+    equal parts, at most ``most`` (one block reads the sums of all parts, which takes time that grows with the tile), else as 0.
+    """
+    if cut == 1 and tiles % room:
+        return min(room, tiles * steps), True
+    parts = min(room // tiles, most, steps) if cut == 2 else 1
+    return (parts * tiles, True) if parts > 1 else (min(room, tiles), False)
+
+
+def parts(d: Dense, row: Row, m: int) -> tuple[int, int, int, bool]:
+    """(tiles, blocks that a GPU has room for, blocks, whether they cut tiles) of a row whose blocks have tiles, for m rows of x."""
+    tiles = -(-d.n // (row["R"] * row["NW"] * 16)) * -(-m // row["BT"])
+    room = row.get("PER", 1) * launch.processors(d.device)
+    steps = -(-d.kt // row.get("U", 4))
+    return tiles, room, *share(tiles, steps, room, row.get("CUT", 0), min(8 * d.kt // row["BT"], row.get("MOST", steps)))
+
+
+def busy(d: Dense, row: Row, m: int) -> float:
+    """Share of the GPU's blocks that have work, over all waves of tiles or parts of them."""
+    tiles, room, blocks, cut = parts(d, row, m)
+    units = max(1, blocks if cut else tiles)
+    return units / (-(-units // room) * room)
+
+
 def small(d: Dense, row: Row, m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
     from fp4.gpu.kernels.small_m import small_m
 
@@ -135,7 +162,7 @@ def wide(d: Dense, row: Row, m: int, half: bool, out: torch.dtype, bias_type: st
 
 
 def ws(d: Dense, row: Row, m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
-    from fp4.gpu.kernels.ws_m import share, ws_m
+    from fp4.gpu.kernels.ws_m import ws_m
 
     bt, u, sk, nw, per = row["BT"], row["U"], row["SK"], row["NW"], row["PER"]
     nat = bool(row.get("NAT", 0))
@@ -155,11 +182,9 @@ def ws(d: Dense, row: Row, m: int, half: bool, out: torch.dtype, bias_type: str,
         pdl=bool(row.get("PDL")) and not (nat and not row["CUT"]),
         maxnreg=launch.registers(nw + 4, per),  # the producer's warp takes the room of four
     )  # fmt: skip
-    tiles = tiles_n * -(-m // bt)
-    most = min(8 * d.kt // bt, row.get("MOST", steps))
-    blocks, cut = share(tiles, steps, per * launch.processors(d.device), row["CUT"], most)
-    parts = row.get("PARTS", steps)  # of a tile, that stay together; as many as divide its steps
-    unit = steps // next(p for p in range(min(parts, steps), steps + 1) if steps % p == 0) if cut else steps
+    tiles, _, blocks, cut = parts(d, row, m)
+    pieces = row.get("PARTS", steps)  # of a tile, that stay together; as many as divide its steps
+    unit = steps // next(p for p in range(min(pieces, steps), steps + 1) if steps % p == 0) if cut else steps
     blocks = min(blocks, tiles * (steps // unit))
     counts = _counters(row, m, tiles_n) if row["CUT"] else 0
     px = permute(d, counts, 1 if nat else None)

@@ -4,9 +4,9 @@ As in ``wide_m``, y^T = W x^T with the decoded weight as the register operand an
 
 * x comes through a ring of XS slots (SK tiles of 64 columns each) with a full and an empty mbarrier a slot. No thread of the multiplying
   warps copies x, and none waits for another warp's copy or for the last reader of a slot.
-* A grid of G blocks (``share``) takes all steps: the steps (tile, k) in one line are cut into G runs. A block whose run ends inside a tile
-  leaves fp32 sums in its part of a workspace; the last block to arrive adds them in the order of k, so the result does not depend on the
-  order of arrival. Runs of whole tiles need no workspace.
+* A grid of G blocks (``dense_plans.share``) takes all steps: the steps (tile, k) in one line are cut into G runs. A block whose run ends
+  inside a tile leaves fp32 sums in its part of a workspace; the last block to arrive adds them in the order of k, so the result does not
+  depend on the order of arrival. Runs of whole tiles need no workspace.
 * NAT: x stays as it is, and W comes into its order in registers (``natural``).
 
 Triton puts a barrier of the partition between two waits on the ring, so SK = 2 halves them. A second warp group as a partition of its own
@@ -25,18 +25,6 @@ from fp4.gpu.kernels.natural import quad_scales
 from fp4.gpu.kernels.operand import at_scales, at_words, split_scales, tile_operand
 from fp4.gpu.kernels.pdl import gl_wait
 from fp4.gpu.kernels.ring import following, mbarriers, release, tma_load
-
-
-def share(tiles: int, steps: int, room: int, cut: int, most: int) -> tuple[int, bool]:
-    """(blocks, whether their runs cut tiles) for tiles of so many steps and room for so many blocks at a time.
-
-    cut 0: runs of whole tiles. 1: all blocks get the same number of steps. 2: where a tile can have several blocks it is cut into as many
-    equal parts, at most ``most`` (one block reads the sums of all parts, which takes time that grows with the tile), else as 0.
-    """
-    if cut == 1 and tiles % room:
-        return min(room, tiles * steps), True
-    parts = min(room // tiles, most, steps) if cut == 2 else 1
-    return (parts * tiles, True) if parts > 1 else (min(room, tiles), False)
 
 
 @gluon.jit
