@@ -7,9 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp4.gpu.kernels import dense, dense_fp8, launch
+from fp4.gpu.kernels import dense, dense_fp8, dense_plans, launch, tune
 
 SHAPES = [(8192, 8192), (28672, 8192), (2880, 2880), (1000, 1056), (16, 16), (48, 64), (20000, 96), (4096, 14336), (16384, 65536)]
+#: of real models: narrow and wide, short and long k, where tiles of 256 rows of x fill the GPU and where they do not
+MODELS = [(1280, 8192), (2560, 8192), (5120, 2880), (5120, 8192), (7168, 2048), (8192, 1024), (10240, 8192), (6144, 4096)]
 NONE = torch.zeros(4, dtype=torch.int32)
 
 
@@ -32,7 +34,7 @@ def bound(n, k, block):
 
 @pytest.mark.skipif(launch.gluon_reason() is not None, reason="the Hopper kernels need Gluon")
 @pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES + MODELS)
 def test_warmup_reaches_every_kernel(built, n, k, block):
     """Also where m decides how tiles are cut: a graph captured after warmup compiles nothing."""
     d = bound(n, k, block)
@@ -62,7 +64,7 @@ def test_offsets_inside_a_tile_fit_32_bits(n, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES + MODELS)
 def test_rows_fit_their_shape(n, k, block):
     for rows in ("sm90", "default", "plain"):
         d = bound(n, k, block)
@@ -70,11 +72,91 @@ def test_rows_fit_their_shape(n, k, block):
         for m in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024, 1025, 100000):
             row = d.choose(m)
             assert row["m_max"] is None or m <= row["m_max"]
-            assert n >= row["n_min"]
+            assert row["n_min"] <= n <= row.get("n_max", n)
+            assert row.get("k_min", 0) <= k <= row.get("k_max", k)
+            assert "busy" not in row or dense_plans.busy(d, row, m) >= row["busy"]
             assert row.get("block", block) == block
             if row["kernel"] == "small":
                 assert -(-d.kt // (row["WK"] * row["U"])) <= 40
                 assert m <= 16
+
+
+#: (n, k, m, kernel and some of its constants) for a GPU of 132 multiprocessors
+CLASSES = [
+    # few rows of W: more warps share k
+    (1280, 8192, 1, "small", {"WK": 8}),
+    (8192, 8192, 1, "small", {"WK": 4}),
+    (2048, 8192, 16, "small", {"WK": 8, "WN": 1}),
+    (5120, 2880, 8, "small", {"WK": 4, "WN": 1}),
+    (8192, 8192, 16, "small", {"WK": 4, "WN": 2}),
+    # k is split the more the fewer rows of W and the longer k
+    (8192, 1024, 32, "wide", {"SPLIT": 1}),
+    (8192, 8192, 32, "wide", {"SPLIT": 2}),
+    (4096, 4096, 32, "wide", {"SPLIT": 4}),
+    (2560, 8192, 32, "wide", {"SPLIT": 8}),
+    (8192, 1024, 64, "wide", {"SPLIT": 1}),
+    # equal parts of tiles where they fill the GPU, else runs of equal length or another tile
+    (4096, 4096, 64, "ws", {"R": 1, "CUT": 2, "PER": 2}),
+    (6144, 4096, 64, "ws", {"R": 1, "CUT": 2, "PER": 3}),
+    (8192, 8192, 64, "ws", {"R": 2, "CUT": 2, "PER": 2}),
+    (8192, 8192, 128, "ws", {"BT": 128, "CUT": 2}),
+    (10240, 8192, 128, "ws", {"BT": 128, "CUT": 1}),
+    (4096, 4096, 256, "ws", {"BT": 128, "CUT": 2}),
+    (5120, 8192, 256, "ws", {"BT": 256, "CUT": 1}),
+    (8192, 8192, 256, "tiles", {"BT": 128}),
+    (10240, 8192, 256, "ws", {"BT": 256, "CUT": 1}),
+    (14336, 8192, 256, "tiles", {"BT": 256}),
+    (4096, 4096, 512, "ws", {"NAT": 1, "CUT": 2}),
+    (2560, 8192, 512, "ws", {"NAT": 1, "CUT": 1}),
+    (10240, 8192, 512, "ws", {"BT": 256, "CUT": 1}),
+    (4096, 4096, 1024, "tiles", {"NAT": 1}),
+    (8192, 1024, 1024, "tiles", {"NAT": 1}),
+    (2048, 8192, 1024, "ws", {"NAT": 1, "CUT": 2}),
+    (5120, 8192, 1024, "ws", {"CUT": 1}),
+    # neither fills the GPU and little is to be done: the library's product of a dequantised weight
+    (1280, 8192, 1024, "dequantize", {}),
+    (5120, 2880, 2048, "dequantize", {}),
+    (6144, 4096, 2048, "tiles", {"NAT": 1}),
+]
+
+
+@pytest.mark.parametrize(("n", "k", "m", "kernel", "some"), CLASSES, ids=lambda v: "" if isinstance(v, dict) else str(v))
+@pytest.mark.parametrize("block", [16, 32])
+def test_classes_of_shapes(n, k, m, kernel, some, block):
+    row = bound(n, k, block).choose(m)
+    assert (row["kernel"], {c: row.get(c) for c in some}) == (kernel, some)
+
+
+def test_tuned_rows_leave_those_of_other_shapes():
+    """What ``fp4 bench --tune`` found takes the places of its own classes; the order and all rows with other conditions stay."""
+    rows = dense.table()["sm90"]
+    plain = [r for r in rows if not {"n_max", "k_min", "k_max", "busy"} & {*r}]
+    assert tune.beside(rows, plain) == rows
+    found = {"m_max": 64, "n_min": 0, "kernel": "dequantize"}
+    changed = tune.beside(rows, [found, {**found, "m_max": 63}])
+    assert [r for r in changed if r not in rows] == [found]
+    assert [r for r in rows if r not in changed] == [r for r in plain if (r["m_max"], r["n_min"]) == (64, 0)]
+    both = [{**found, "block": 16, "kernel": "wide"}, found]
+    at = changed.index(found)
+    assert tune.beside(rows, both)[at : at + 2] == both
+
+
+def test_busy():
+    """The share of blocks with work: whole waves of tiles, or of the equal parts into which tiles may be cut."""
+    tiles = {"kernel": "tiles", "BT": 256, "R": 1, "NW": 8}
+    even = {"kernel": "ws", "BT": 256, "R": 1, "NW": 8, "U": 4, "CUT": 2, "PER": 1}
+    for n, k, m, row, want in (
+        (8192, 8192, 512, tiles, 128 / 132),
+        (10240, 8192, 512, tiles, 160 / 264),
+        (28672, 8192, 256, tiles, 224 / 264),
+        (2560, 8192, 512, tiles, 40 / 132),
+        (2560, 8192, 512, even, 120 / 132),  # three parts each
+        (1280, 8192, 512, even, 80 / 132),  # four each: no more sums than pay for a tile of 256 rows
+        (1280, 8192, 512, {**even, "MOST": 6}, 120 / 132),
+        (2560, 8192, 512, {**even, "CUT": 1}, 1),
+        (2560, 8192, 512, {**even, "PER": 2}, 160 / 264),
+    ):
+        assert dense_plans.busy(bound(n, k, 16), row, m) == want
 
 
 @pytest.mark.skipif(launch.gluon_reason() is not None, reason="the Hopper kernels need Gluon")

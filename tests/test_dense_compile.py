@@ -73,7 +73,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import sass
 from triton.backends.compiler import GPUTarget
-from fp4.gpu.kernels import dense, dense_fp8, launch
+from fp4.gpu.kernels import dense, dense_fp8, dense_plans, launch
 launch.compile_only(GPUTarget("cuda", 90, 32))
 import torch
 made, build = [], launch.build_ring
@@ -82,7 +82,7 @@ def keep(*a, **k):
     return made[-1][0]
 launch.build_ring = keep
 none = torch.zeros(4, dtype=torch.int32)
-ways = ("m_max", "n_min", "block", "busy", "CUT", "GM")  # what is no constant of a kernel, or only an order of tiles
+ways = (*dense_plans.CONDITIONS, "CUT", "MOST", "GM")  # what is no constant of a kernel, or only an order of tiles
 rows = {str({k: v for k, v in r.items() if k not in ways}): r for r in dense.table()["sm90"] if r["kernel"] in ("wide", "ws", "tiles")}
 rows8 = dict.fromkeys(row._replace(GM=8, QW=8) for _, _, row in dense_fp8.hopper_table() if isinstance(row, dense_fp8.Specialised))
 shapes = ((16, torch.bfloat16, torch.bfloat16, 8192, 8192), (32, torch.float16, torch.float32, 1000, 2880))

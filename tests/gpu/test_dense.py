@@ -15,6 +15,7 @@ import torch
 from fp4.gpu.kernels import frag
 from fp4.gpu.kernels.dense import table
 from fp4.gpu.kernels.dense_fp8 import Few, hopper_table
+from fp4.gpu.kernels.dense_plans import CONDITIONS
 from fp4.layouts import layouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
@@ -81,7 +82,7 @@ ROUTES = [
     {"kernel": "wide", "BT": 256, "R": 1, "U": 2, "XS": 6, "GM": 8, "SPLIT": 1, "NW": 8},
 ]
 #: and every Hopper row that the table picks, once
-_PICKED = [{k: v for k, v in r.items() if k not in ("m_max", "n_min", "block", "busy")} for r in table()["sm90"]]
+_PICKED = [{k: v for k, v in r.items() if k not in CONDITIONS} for r in table()["sm90"]]
 ROUTES += list({str(r): r for r in _PICKED if r["kernel"] in ("wide", "ws", "tiles")}.values())
 ROUTES_W4A8 = list({str(r): r for _, _, r in hopper_table()}.values())
 ROUTES_W4A8 += [Few(32, 4, 2, 2, 2, 1, 4)]

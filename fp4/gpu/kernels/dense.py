@@ -20,8 +20,6 @@ from fp4.gpu.kernels import dense_plans, frag, launch
 #: block size -> storage layout of "codes" and "scale"
 LAYOUT = {16: ("frag_w", "frag_sf16"), 32: ("frag_w", "frag_sf32")}
 ACT_DTYPES = (torch.bfloat16, torch.float16)
-#: unrolled k steps of small_m at most; longer k goes to the next row of the table
-STEPS = 40
 #: rows of W at most for the Hopper kernels: ``ws_m`` and ``ws_fp8`` have 32-bit offsets inside a tile of y, of 256 rows of x
 N_HOPPER = (1 << 31) // 256
 #: index of the current device, without the check for an initialised CUDA: a bound weight is on a GPU already
@@ -123,15 +121,8 @@ class Dense:
     def choose(self, m: int) -> dict[str, Any]:
         """The row of the table for m rows of x."""
         for row in self._rows:
-            if row["m_max"] is not None and m > row["m_max"]:
-                continue
-            if self.n < row["n_min"] or row.get("block", self.block) != self.block:
-                continue
-            if row["kernel"] == "small" and -(-self.kt // (row["WK"] * row["U"])) > STEPS:
-                continue
-            if "busy" in row and dense_plans.busy(self, row, m) < row["busy"]:
-                continue
-            return row
+            if dense_plans.fits(self, row, m):
+                return row
         return self._rows[-1]
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 
 from fp4.gpu.kernels import launch
 from fp4.gpu.kernels.decode_fp8 import BASE
-from fp4.gpu.kernels.dense import N_HOPPER, STEPS, table
-from fp4.gpu.kernels.dense_plans import X_BYTES
+from fp4.gpu.kernels.dense import N_HOPPER, table
+from fp4.gpu.kernels.dense_plans import STEPS, X_BYTES
 
 
 class Few(NamedTuple):

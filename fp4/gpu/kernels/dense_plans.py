@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fp4.gpu.kernels.dense import Dense
 
 Row = dict[str, Any]
+#: unrolled k steps of small_m at most; longer k goes to the next row of the table
+STEPS = 40
 #: bytes of bf16 weights that the dequantising route holds at a time
 WORKSPACE = 128 << 20
 #: shared memory that small_m holds x in at most
@@ -52,7 +54,7 @@ def parts(d: Dense, row: Row, m: int) -> tuple[int, int, int, bool]:
     tiles = -(-d.n // (row["R"] * row["NW"] * 16)) * -(-m // row["BT"])
     room = row.get("PER", 1) * launch.processors(d.device)
     steps = -(-d.kt // row.get("U", 4))
-    return tiles, room, *share(tiles, steps, room, row.get("CUT", 0), min(8 * d.kt // row["BT"], row.get("MOST", steps)))
+    return tiles, room, *share(tiles, steps, room, row.get("CUT", 0), row.get("MOST", 8 * d.kt // row["BT"]))
 
 
 def busy(d: Dense, row: Row, m: int) -> float:
@@ -60,6 +62,27 @@ def busy(d: Dense, row: Row, m: int) -> float:
     tiles, room, blocks, cut = parts(d, row, m)
     units = max(1, blocks if cut else tiles)
     return units / (-(-units // room) * room)
+
+
+#: what a row of the table may say about the calls that it serves; all else is about its kernel
+CONDITIONS = ("m_max", "n_min", "n_max", "k_min", "k_max", "block", "busy")
+
+
+def fits(d: Dense, row: Row, m: int) -> bool:
+    """Whether a row serves m rows of x: bounds of m (None: no bound), n and k, the format's block, and the least share of ``busy`` blocks.
+
+    Tiles of equal length are fastest where they fill the GPU; elsewhere a later row cuts them into runs of equal length, or takes another
+    kernel.
+    """
+    if row["m_max"] is not None and m > row["m_max"]:
+        return False
+    if not row["n_min"] <= d.n <= row.get("n_max", d.n) or not row.get("k_min", 0) <= d.k <= row.get("k_max", d.k):
+        return False
+    if row.get("block", d.block) != d.block:
+        return False
+    if row["kernel"] == "small" and -(-d.kt // (row["WK"] * row["U"])) > STEPS:
+        return False
+    return "busy" not in row or busy(d, row, m) >= row["busy"]
 
 
 def small(d: Dense, row: Row, m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:

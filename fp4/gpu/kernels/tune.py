@@ -2,7 +2,7 @@
 
 Each candidate is compiled beforehand in parallel processes, checked against fp64 on 256 rows of W, and timed with a cold L2: a CUDA
 graph of ten (flush, product) minus ten flushes, median of replays, all candidates of a size in turn. The fastest correct one of a size
-class becomes its row.
+class becomes its row; ``beside`` says what happens to the rows of other shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fp4.gpu.kernels import dense, dense_fp8, frag, launch
+from fp4.gpu.kernels import dense, dense_fp8, dense_plans, frag, launch
 
 Row = dict[str, Any]
 Name = TypeVar("Name")
@@ -262,12 +262,26 @@ def merge(nvfp4: dict[Any, Row], mxfp4: dict[Any, Row]) -> list[Row]:
     return out
 
 
+def beside(old: list[Row], new: list[Row]) -> list[Row]:
+    """The table ``old`` with the rows of ``new`` in the place of its own for the same m_max and n_min.
+
+    Rows with further conditions (k, an upper bound of n, busy blocks) stay, and so do those of other bounds: what they say about shapes
+    comes from ``benchmarks/shapes.py --rows``. Of a class for which ``old`` has no row of its own, those rows decide.
+    """
+    further = [c for c in dense_plans.CONDITIONS if c not in ("m_max", "n_min", "block")]
+    out: list[Row] = []
+    for row in old:
+        same = [r for r in new if (r["m_max"], r["n_min"]) == (row["m_max"], row["n_min"]) and not any(c in row for c in further)]
+        out += [r for r in same or [row] if r not in out]
+    return out
+
+
 def tune(path: str | Path | None = None, say: Callable[[str], Any] = print) -> dict[str, Any]:
     """Time all candidates on this Hopper GPU and write the table to ``path`` (default: the package's). Returns the new parts."""
     precompile(jobs())
     nvfp4, mxfp4, w4a8 = (best(kind, say) for kind in KINDS)
     new = {
-        "sm90": merge(nvfp4, mxfp4),
+        "sm90": beside(dense.table()["sm90"], merge(nvfp4, mxfp4)),
         "sm90 w4a8": [{"m_max": m, "n_min": n, **w4a8[m, n]} for m in CANDIDATES_W4A8 for n, _, _ in CLASSES],
     }
     import triton
@@ -275,7 +289,8 @@ def tune(path: str | Path | None = None, say: Callable[[str], Any] = print) -> d
     whole = json.loads((Path(__file__).parent / "table.json").read_text())
     whole.update(new)
     whole["about"] = (
-        "first row that fits (m <= m_max, n >= n_min, block: of that format only) wins; made by fp4 bench --tune on an "
+        "first row that fits wins: m <= m_max, n_min <= n <= n_max, k_min <= k <= k_max, block: of that format only, busy: at least this "
+        "share of the GPU's blocks has work; made by fp4 bench --tune (rows with k, n_max or busy: benchmarks/shapes.py --rows) on an "
         f"{torch.cuda.get_device_name()}, triton {triton.__version__}, torch {torch.__version__}"
     )
     lines = [f'  "about": {json.dumps(whole.pop("about"))}']
