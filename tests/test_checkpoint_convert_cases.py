@@ -139,6 +139,7 @@ def examples() -> list[tuple[str, cb.Example, str, set[str]]]:
         ("J", cb.kimi(), MO, exact),
         ("H single level", single, MO, exact),
         ("G with FP8 activations", quark, CT, exact),
+        ("G with FP8 activations to modelopt", quark, MO, exact),
         ("K", cb.nemotron(), CT, exact),
         ("zero tensor", zero, CT, {"bit-exact", "value-exact"}),
         ("zero tensor to itself", zero, MO, {"bit-exact", "value-exact"}),
@@ -152,7 +153,17 @@ def test_examples_keep_their_values(ex: cb.Example, to: str, kinds: set[str], tm
     assert {t.exactness for t in report.tensors} == kinds
     with fp4.open_checkpoint(tmp_path / "out") as ck:
         assert ck.dialect == to
+        assert not [n for n in ck.notes if "does not use it" in n], "tensors that the written file itself has no use for"
     same(source, tmp_path / "out")
+
+
+def test_static_scales_that_the_dialect_has_no_use_for_are_said(tmp_path: Path) -> None:
+    """ModelOpt scales the activations of MXFP4 layers at run time: the scales were written, which nothing reads, and called exact."""
+    ex, to = next((ex, to) for name, ex, to, _ in examples() if name == "G with FP8 activations to modelopt")
+    report = convert_checkpoint(ex.write(tmp_path / "in"), tmp_path / "out", to)
+    said = "the source has static activation scales, which W4A8_MXFP4_FP8 does not use; left out, activations are scaled at run time"
+    assert report.notes.count(said) == 1
+    assert not [n for n in stored(tmp_path / "out") if n.endswith("input_scale")]
 
 
 def test_fastdeploys_halves_and_two_scales_an_expert(tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ class ModelOptWriter:
                 return "is FP8 with one scale and no activation scale; ModelOpt's FP8 has both"
             if strategy == "channel" and (static or not weight.act):
                 return "is FP8 with one scale a row; ModelOpt's FP8_PER_CHANNEL_PER_TOKEN quantises activations at run time"
+        elif weight.format != "nvfp4" and weight.input is not None:
+            algo = self.algo(ck, weight)
+            weight.notes.append(
+                f"the source has static activation scales, which {algo} does not use; left out, activations are scaled at run time"
+            )
+            weight.input = None
         return ""
 
     def algo(self, ck: Checkpoint, weight: Weight) -> str:
