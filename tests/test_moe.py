@@ -254,3 +254,14 @@ def test_bad_parameters_are_refused(make: Any, message: str) -> None:
 def test_names() -> None:
     assert [activations.get(n) for n in activations.names()] == [fp4.SiLU(), fp4.SwiGLU(), fp4.SiTU(), fp4.ReLU2()]
     assert hash(fp4.SwiGLU()) == hash(fp4.SwiGLU(1.702, 1.0, 7.0))
+
+
+def test_rows_and_ranges_that_are_none() -> None:
+    """An odd number of gate and up rows, and global ids below zero."""
+    w13, w2, _, _ = _layer(12, "mxfp4", 3, 64, 32)
+    odd = fp4.QuantizedTensor("mxfp4", torch.cat([w13.codes, w13.codes[:, :1]], 1), torch.cat([w13.scale, w13.scale[:, :1]], 1))
+    x, ids, weights = _input(64, 4, w13), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    with pytest.raises(fp4.FormatMismatch, match="w13 has 65 rows; a gated activation needs an even number"):
+        ref.moe(x, odd, w2, ids, weights, gate_up="gate_up", activation=fp4.SiLU())
+    with pytest.raises(fp4.FormatMismatch, match=r"local_experts is range\(-2, 1\); need range\(first, first \+ 3\)"):
+        ref.moe(x, w13, w2, ids, weights, gate_up="gate_up", activation=fp4.SiLU(), local_experts=range(-2, 1))

@@ -167,3 +167,24 @@ def test_rcp_approx_table() -> None:
     x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) + 1
     assert (S.rcp_approx(x).view(torch.int32) - torch.reciprocal(x).view(torch.int32)).abs().max() == 1
     assert torch.equal(S.rcp_approx(x * 2.0**40), S.rcp_approx(x) * 2.0**-40)
+
+
+@pytest.mark.parametrize("rule", ["amax/L", "L/amax", "L*(1/amax)"])
+@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-140, 2.0**-127, 1e-38])
+def test_scales_of_a_nearly_zero_tensor_are_finite(rule: str, amax: float) -> None:
+    """1 / g is infinite below 2^-128 and 2688 / amax below 2^-116, floor or not: a zero block times infinity is NaN."""
+    recipe = get("default").replace(global_rule=rule, global_floor=0.0)
+    g, gs = S.default_global_scale(torch.tensor(amax), recipe)
+    assert torch.isfinite(gs) and gs > 0  # noqa: PT018
+    assert torch.isfinite(g) and g >= 0  # noqa: PT018
+
+
+@pytest.mark.parametrize("fmt", [MXFP4, MXFP8], ids=str)
+def test_the_floor_holds_where_the_quotient_is_a_number(fmt: formats.Format) -> None:
+    """triton_kernels: byte 0 is for a quotient of zero. float32(amax / largest) next to the smallest subnormal, by numpy."""
+    bits = np.arange(1, 512, dtype=np.int32)
+    amax = bits.view(np.float32)
+    quotient = amax / np.float32(fmt.elem.max)
+    got = S.scale_bytes(torch.from_numpy(amax), fmt, get("triton_kernels_v2"), ONE, ONE).numpy()
+    assert 0 < (quotient == 0).sum() < len(bits) // 2
+    np.testing.assert_array_equal(got == 0, quotient == 0)

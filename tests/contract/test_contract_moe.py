@@ -81,6 +81,14 @@ def test_trtllm_hidden_is_padded_to_256(format: str) -> None:
         assert emulator.exact.shape[1] % 256 == 0
 
 
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_a_clamped_silu_is_no_silu(limit: float | None) -> None:
+    """SwiGLU with alpha 1 and beta 0 is SiLU only without a limit; with one the kernel has to clamp."""
+    layer = Layer("mxfp4", activation=fp4.SwiGLU(alpha=1.0, beta=0.0, limit=limit))
+    y, emulator, _, _ = run(layer, "flashinfer_trtllm", (10, 0))
+    agree(layer, y, emulator.exact, layer.reference(layer.plain))
+
+
 @pytest.mark.parametrize("pair", ["foldable", "different"])
 def test_nvfp4_trtllm_gate_and_up_scales(pair: str) -> None:
     """Two output scalars serve two global scales exactly (vllm#54974), biases and beta included."""
