@@ -76,6 +76,10 @@ class QuantizedTensor:
             t = getattr(self, name)
             as_bytes = check.raw_bytes(where, name, t)
             label = str(t.dtype).removeprefix("torch.")
+            if name == "scale" and label == "int8":  # exponents without their bias: -7 would be byte 249, 2^122
+                raise FormatMismatch(
+                    f"{where}: scale is int8; {fmt} has {stored}, raw bits: .view(torch.uint8) when these are, or add 127 to exponents"
+                )
             if label.startswith("float") and label != TYPED.get(stored):  # flashinfer#3398: bytes of one type read as another
                 raise FormatMismatch(
                     f"{where}: {name} is {t.dtype}; {fmt} has {stored}: need uint8 or {TYPED.get(stored, 'int8')}; take the right "

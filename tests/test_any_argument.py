@@ -120,6 +120,15 @@ def test_anything_is_taken_or_refused_in_one_sentence(verb: str, name: str) -> N
             pytest.fail(f"{verb}({name}={kind}) raised {type(error).__name__}: {error}")
 
 
+def test_signed_scales_are_not_raw_bits() -> None:
+    """Exponents without a bias, as int8: -7 was byte 249, a weight of 1e36. Codes come as int8 from real libraries."""
+    q = fp4.quantize(X, "mxfp4")
+    with pytest.raises(fp4.FormatMismatch, match=r"scale is int8; mxfp4 has ue8m0, raw bits: \.view\(torch\.uint8\) when these are"):
+        fp4.QuantizedTensor("mxfp4", q.codes, (q.scale.int() - 127).to(torch.int8))
+    same = fp4.QuantizedTensor("mxfp4", q.codes.view(torch.int8), q.scale)
+    assert torch.equal(fp4.dequantize(same), fp4.dequantize(q))
+
+
 @pytest.mark.parametrize(
     "call",
     [

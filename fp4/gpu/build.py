@@ -43,8 +43,10 @@ def prepare(
     is). ``act``: what may happen to x: "any" (the backend's choice, stated by ``explain``), "keep" (never quantised), or the format to
     quantise it to. ``act_dtype``, ``out_dtype``: the dtypes of x and of the result that calls will have; they take part in the choice and
     convert nothing, ``matmul`` has an ``out_dtype`` of its own. ``extras_applied``: the caller multiplies x and adds the low-rank
-    branch of ``q.extras`` itself; without it such a tensor is refused, since its codes alone are another layer. Raises Unsupported with
-    every backend's reason, FormatMismatch for a tensor that is no [n, k] weight.
+    branch of ``q.extras`` itself; without it such a tensor is refused, since its codes alone are another layer. Where nothing has to be
+    rearranged (the CPU reference) the weight keeps q's memory, and ``restore`` gives a view of it: write to neither.
+
+    Raises Unsupported with every backend's reason, FormatMismatch for a tensor that is no [n, k] weight.
     """
     if not isinstance(q, QuantizedTensor):
         raise FormatMismatch(
