@@ -26,6 +26,7 @@ GROUPS = {
         "LayoutError",
         "LayoutMismatch",
         "CheckpointError",
+        "CheckpointDialect",
         "BackendUnavailable",
         "Unsupported",
         "errors",

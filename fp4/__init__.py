@@ -23,8 +23,8 @@ __version__ = "0.1.0"
 #: public name -> (module, attribute); an empty attribute means the module itself
 _EXPORTS: dict[str, tuple[str, str]] = {
     **{n: ("fp4.formats", n) for n in ("AMDFP4", "MXFP4", "MXFP8", "NVFP4", "NVFP4_B32", "Format")},
-    **{n: ("fp4.errors", n) for n in ("BackendUnavailable", "CheckpointError", "FormatMismatch", "Fp4Error")},
-    **{n: ("fp4.errors", n) for n in ("LayoutError", "LayoutMismatch", "Unsupported")},
+    **{n: ("fp4.errors", n) for n in ("BackendUnavailable", "CheckpointDialect", "CheckpointError", "FormatMismatch")},
+    **{n: ("fp4.errors", n) for n in ("Fp4Error", "LayoutError", "LayoutMismatch", "Unsupported")},
     "QuantizedTensor": ("fp4.tensor", "QuantizedTensor"),
     "Recipe": ("fp4.recipe", "Recipe"),
     "recipes": ("fp4.recipe", "recipes"),
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from fp4 import testing as testing
     from fp4.checkpoint import open_checkpoint as open_checkpoint
     from fp4.errors import BackendUnavailable as BackendUnavailable
+    from fp4.errors import CheckpointDialect as CheckpointDialect
     from fp4.errors import CheckpointError as CheckpointError
     from fp4.errors import FormatMismatch as FormatMismatch
     from fp4.errors import Fp4Error as Fp4Error

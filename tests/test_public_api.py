@@ -89,6 +89,8 @@ def _undocumented(path: Path) -> list[str]:
     for node in tree.body:
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
             continue
+        if any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list):
+            continue  # a signature of the function below, which has the docstring
         parts = [(node.name, node)]
         if isinstance(node, ast.ClassDef):
             parts += [(f"{node.name}.{m.name}", m) for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_")]
