@@ -3,6 +3,7 @@
 ``python benchmarks/shapes.py [--json FILE]``. Kernels compile first, in processes that do not touch the GPU (``--compile-only``: no more
 than that; a run after it takes ``--no-compile``). Then one process measures: microseconds with a cold L2, CUDA graphs of (96 MiB flush,
 product) less those of flushes, median of replays, both formats and cuBLAS in turn. Printed worst first, as a multiple of cuBLAS's time.
+It takes no further cell after ``--seconds`` and keeps what it has; ``--json`` is written anew after each number of rows of x.
 
 An error is the relative Frobenius distance from cuBLAS's product of the weight's exact values in bf16; both are rounded to bf16, which
 puts about 2.4e-3 between two right results. ``--humming`` times humming too, where it is installed; it compiles in this process.
@@ -16,6 +17,7 @@ import gc
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ SHAPES = (
 )  # fmt: skip
 MS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
+BEGIN = time.monotonic()
 #: largest error
 RIGHT = 4e-3
 
@@ -51,30 +54,61 @@ def compile_rows(args: argparse.Namespace) -> None:
     from fp4.gpu.kernels import dense, tune
 
     none, about = torch.zeros(4, dtype=torch.int32), {"low": 116, "high": 123, "any": False, "fp16": True}
-    work: dict[str, tuple[Any, ...]] = {}
+    jobs: list[tuple[int, int, int, dict[str, Any], int]] = []
     for n, k in args.shapes:
         for block in BLOCK.values():
             d = dense.Dense(none, none, None, n, k, block, about, "sm90")
-            for m in args.ms:
-                for row in rows_of(d, m, args.rows):
-                    # of the sizes a kernel depends on small_m knows k, the others whether they divide evenly
-                    size = k if row["kernel"] == "small" else (n % 256, k % 2048, m)
-                    work.setdefault(f"{short(row)} {size} {block}", (n, k, m, row, block))
-    tune.precompile(list(work.values()), args.compile_seconds, args.parts)
+            jobs += [(n, k, m, row, block) for m in args.ms for row in rows_of(d, m, args.rows)]
+    work, kernels = tune.distinct(jobs)
+    # the slowest first, in different processes
+    work.sort(key=lambda j: (j[3]["kernel"] not in ("tiles", "ws"), j[3]["kernel"] != "small", -j[1]))
+    say(f"{kernels} kernels of {len(jobs)} rows, {len(work)} jobs")
+    tune.precompile(work, args.compile_seconds, args.parts)
+    say("compiled")
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def say(text: str) -> None:
+    print(f"{time.monotonic() - BEGIN:5.1f} s: {text}", flush=True)
+
+
+def clock_of() -> Any:
+    """``tune.Clock`` without what ``torch.cuda.graph`` does before each capture (a collection, all cached memory given back)."""
+    import torch
+
+    from fp4.gpu.kernels import tune
+
+    class Clock(tune.Clock):
+        def _graph(self, op: Any) -> torch.cuda.CUDAGraph:
+            def once() -> None:
+                self.flush.zero_()
+                if op:
+                    op()
+
+            with torch.cuda.stream(self.stream):
+                once()
+                once()
+                self.stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin()
+                try:
+                    for _ in range(self.inner):
+                        once()
+                finally:
+                    graph.capture_end()
+            return graph
+
+    return Clock()
+
+
+def weights(args: argparse.Namespace) -> dict[tuple[int, int], dict[str, Any]]:
+    """(n, k) -> format -> (prepared, exact values in bf16, humming's layer if wanted), made on the GPU."""
     import torch
 
     import fp4
     from fp4.gpu.kernels import tune
 
-    x_all = torch.randn(max(args.ms) * max(k for _, k in args.shapes), device="cuda", dtype=torch.bfloat16)
-    y_all = torch.empty(max(args.ms) * max(n for n, _ in args.shapes), device="cuda", dtype=torch.bfloat16)
-    clock = tune.Clock()
-    found: list[dict[str, Any]] = []
+    held: dict[tuple[int, int], dict[str, Any]] = {}
     for n, k in args.shapes:
-        held: dict[str, Any] = {}
         for fmt, block in BLOCK.items():
             codes, scale, second = tune.checkpoint(n, k, block)
             exact = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
@@ -85,14 +119,34 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 from dense import humming  # the other benchmark of this folder
 
                 layer = humming(block, n, k, codes, scale, second)
-            held[fmt] = (fp4.prepare(fp4.QuantizedTensor(fmt, codes, scale, second)), exact, layer)
-        gc.collect()
-        gc.freeze()  # a capture collects garbage first, which takes long among all that is loaded
-        for m in args.ms:
+            held.setdefault((n, k), {})[fmt] = (fp4.prepare(fp4.QuantizedTensor(fmt, codes, scale, second)), exact, layer)
+    torch.cuda.synchronize()
+    return held
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+
+    import fp4
+    from fp4.gpu.kernels import tune
+
+    held = weights(args)
+    say(f"{len(held)} weights in two formats")
+    x_all = torch.randn(max(args.ms) * max(k for _, k in args.shapes), device="cuda", dtype=torch.bfloat16)
+    y_all = torch.empty(max(args.ms) * max(n for n, _ in args.shapes), device="cuda", dtype=torch.bfloat16)
+    clock = clock_of()
+    found: list[dict[str, Any]] = []
+    gc.collect()
+    gc.disable()  # a graph that is collected during a capture ends it
+    for m in args.ms:
+        for n, k in args.shapes:
+            if time.monotonic() - BEGIN > args.seconds:
+                say(f"stopped at M = {m}, {n} x {k}: --seconds {args.seconds:g}")
+                return found
             x, y = x_all[: m * k].view(m, k), y_all[: m * n].view(m, n)
-            ops: dict[Any, Any] = {"cublas": lambda x=x, y=y, w=held["nvfp4"][1]: torch.mm(x, w.t(), out=y)}
+            ops: dict[Any, Any] = {"cublas": lambda x=x, y=y, w=held[n, k]["nvfp4"][1]: torch.mm(x, w.t(), out=y)}
             about: dict[str, dict[str, Any]] = {}
-            for fmt, (w, exact, layer) in held.items():
+            for fmt, (w, exact, layer) in held[n, k].items():
                 ref = torch.mm(x, exact.t()).float()
                 error = ((fp4.matmul(x, w).float() - ref).norm() / ref.norm()).item()
                 bound = w.bind()
@@ -107,11 +161,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             us = 8 + m * n * k / 350e6  # what to expect, for the number of repeats
             clock.inner, clock.replays = (6, 15) if us < 60 else (3, 11) if us < 300 else (2, 7)
             times = clock.together(ops)
-            for fmt in held:
+            torch.cuda.empty_cache()  # memory of the graphs
+            for fmt in BLOCK:
                 beside = {name[1]: round(t, 2) for name, t in times.items() if name[0] == fmt}
                 found.append(
                     {"n": n, "k": k, "m": m, "format": fmt, "us": times[fmt], "cublas": times["cublas"], **about[fmt], "others": beside}
                 )
+        say(f"M = {m}")
+        if args.json:
+            args.json.write_text(json.dumps(found))
     return found
 
 
@@ -138,6 +196,7 @@ def main() -> None:
     ap.add_argument("--humming", action="store_true")
     ap.add_argument("--compile-only", action="store_true")
     ap.add_argument("--no-compile", action="store_true")
+    ap.add_argument("--seconds", type=float, default=60, help="measure no further cell after so long; what compiles comes on top")
     ap.add_argument("--compile-seconds", type=float, default=300)
     ap.add_argument("--parts", type=int, help="compiling processes")
     args = ap.parse_args()
@@ -145,6 +204,8 @@ def main() -> None:
         compile_rows(args)
     if args.compile_only:
         return
+    global BEGIN
+    BEGIN = time.monotonic()
     found = measure(args)
     if args.json:
         args.json.write_text(json.dumps(found))

@@ -84,6 +84,8 @@ ROUTES = [
 #: and every Hopper row that the table picks, once
 _PICKED = [{k: v for k, v in r.items() if k not in CONDITIONS} for r in table()["sm90"]]
 ROUTES += list({str(r): r for r in _PICKED if r["kernel"] in ("wide", "ws", "tiles")}.values())
+#: what else it picks for few rows of x
+SMALL = [r for r in {str(r): r for r in _PICKED if r["kernel"] == "small"}.values() if r not in ROUTES]
 ROUTES_W4A8 = list({str(r): r for _, _, r in hopper_table()}.values())
 ROUTES_W4A8 += [Few(32, 4, 2, 2, 2, 1, 4)]
 #: what no row of the table picks, each in a process of its own: one that never ends fails one test
@@ -114,9 +116,15 @@ def test_every_route_every_shape(row, block):
     every_shape(row, block)
 
 
-def every_shape(row, block):
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("row", SMALL, ids=lambda r: "-".join(str(v) for v in r.values()))
+def test_rows_for_few_rows_of_x(row, block):
+    every_shape(row, block, SHAPES[3:4] + SHAPES[5:])
+
+
+def every_shape(row, block, shapes=SHAPES):
     ms = (1, 3, 16) if row["kernel"] == "small" else (1, 17, 130, 300)
-    for i, (n, k) in enumerate(SHAPES):
+    for i, (n, k) in enumerate(shapes):
         if k % block:
             continue
         codes, scale, second, w = weight(n, k, block, seed=i)

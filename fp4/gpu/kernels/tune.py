@@ -186,6 +186,32 @@ def compile_share(work: list[Job], arch: int) -> None:
             d._plan(dense_fp8.kernel_of(row), torch.bfloat16, torch.bfloat16, None)
 
 
+def distinct(work: list[Job], arch: int = 90) -> tuple[list[Job], int]:
+    """(jobs that between them need every kernel that ``work`` needs, how many kernels): found by running the jobs with nothing compiled."""
+
+    class Nothing:
+        shared = 0
+
+    seen: set[str] = set()
+
+    def build(fn: Any, *args: Any, **more: Any) -> Any:
+        seen.add(f"{fn.__module__}.{fn.__name__} {args} {more}")
+        return Nothing()
+
+    found, real, target = [], launch.build, launch._target
+    launch.build = build
+    try:
+        for job in work:
+            before = len(seen)
+            compile_share([job], arch)
+            if len(seen) > before:
+                found.append(job)
+    finally:
+        launch.build = real
+        launch.compile_only(target)
+    return found, len(seen)
+
+
 def precompile(work: list[Job], seconds: float = 1e9, parts: int | None = None) -> None:
     """Fill Triton's cache with jobs, one process a core, none longer than ``seconds``; no process of them touches the GPU."""
     parts = parts or os.cpu_count() or 1
