@@ -165,14 +165,21 @@ def quantize(
     op = quantize_last if straight(last) else torch.ops.fp4.quantize
     codes, scale, used = op(last, fmt.name, how.key, g, gs, per_expert)
     second = (g if g is not None else used) if fmt.tensor_scale else None
-    if (g is not None or gs is not None) and scale.numel() and _readable(scale) and int(scale.max()) < 8 and x.any():  # on a GPU: a wait
-        zeros = "" if scale.any() else ": the result is all zeros"
-        warnings.warn(
-            f"quantize: every block scale of x {list(x.shape)} is below 2^-6, where e4m3 loses precision{zeros}; global_scale is a "
-            "multiplier, amax / 2688, and encode_scale its reciprocal: they may be exchanged",
-            stacklevel=2,
-        )
+    if (g is not None or gs is not None) and second is not None and _readable(scale):  # on a GPU: a wait
+        _warn_of_reciprocal(x, scale, second)
     return QuantizedTensor(fmt, codes, scale, second, tuple(x.shape), axis, how)
+
+
+def _warn_of_reciprocal(x: torch.Tensor, scale: torch.Tensor, given: torch.Tensor) -> None:
+    """Say so when a given second-level scale leaves subnormal block scales only. 1, the reciprocal of itself, is one level of scales."""
+    if not scale.numel() or int(scale.max()) >= 8 or bool((given == 1).all()) or not x.any():
+        return
+    zeros = "" if scale.any() else ": the result is all zeros"
+    warnings.warn(
+        f"quantize: every block scale of x {list(x.shape)} is below 2^-6, where e4m3 loses precision{zeros}; global_scale is a "
+        "multiplier, amax / 2688, and encode_scale its reciprocal: they may be exchanged",
+        stacklevel=3,
+    )
 
 
 def _stored(

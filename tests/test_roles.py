@@ -91,6 +91,7 @@ def test_a_global_scale_that_is_its_reciprocal(given: dict[str, float]) -> None:
         warnings.simplefilter("error")
         assert fp4.dequantize(fp4.quantize(x, "nvfp4", **{n: 1 / v for n, v in given.items()})).any()
         fp4.quantize(torch.zeros(4, 64), "nvfp4", **given)
+        fp4.quantize(x / 100, "nvfp4", **dict.fromkeys(given, 1.0))  # one level of scales: nothing to exchange
 
 
 @pytest.mark.parametrize("experts", [None, 3])
