@@ -1,15 +1,27 @@
 # mypy: ignore-errors
-"""What the grouped kernels share: activations in fp32, and on Hopper the gather of rows and the epilogue."""
+"""What the grouped kernels share: entries of the schedule, activations in fp32, and on Hopper decode, gather of rows and epilogue."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["RELU2", "SILU", "SITU", "SWIGLU", "activate", "epilogue", "finish", "gather"]
+from fp4.gpu.kernels.gluon_decode import unpack_scales
+from fp4.gpu.kernels.operand import operand
+
+__all__ = ["RELU2", "SILU", "SITU", "SWIGLU", "activate", "decode", "entry", "epilogue", "finish", "gather"]
 
 #: codes of the ACT parameter; 0 is the non-gated squared ReLU
 RELU2, SWIGLU, SILU, SITU = 0, 1, 2, 3
+
+
+@gluon.jit
+def entry(sched_ptr, block):
+    """(expert, first sorted row, rows) of a block of the schedule."""
+    e = gl.load(sched_ptr + 1 + 3 * block)
+    row0 = gl.load(sched_ptr + 2 + 3 * block)
+    rows = gl.load(sched_ptr + 3 + 3 * block)
+    return e, row0, rows
 
 
 @gluon.jit
@@ -27,11 +39,14 @@ def _tanh(v):
 def activate(gate, up, p0, p1, p2, ACT: gl.constexpr):
     """fp32 gate, up -> fp32. Comparisons keep NaN: a NaN gate or up gives NaN.
 
+    0 squared ReLU of gate, whatever up is;
     1 SwiGLU(alpha = p0, beta = p1, limit = p2, infinity for none): g sigmoid(alpha g) (u + beta), g <= limit, |u| <= limit;
     2 SiLU: g sigmoid(g) u;
     3 SiTU(beta = p0, linear_beta = p1, 0 for none): beta tanh(g / beta) sigmoid(g) linear_beta tanh(u / linear_beta).
     """
-    if ACT == 1:
+    if ACT == 0:
+        return gl.where(gate > 0, gate * gate, gl.where(gate == gate, 0.0, gate))
+    elif ACT == 1:
         g = gl.where(gate > p2, p2, gate)
         u = gl.where(up > p2, p2, gl.where(up < -p2, -p2, up))
         return g * _sigmoid(p0 * g) * (u + p1)
@@ -47,7 +62,7 @@ def gather(
     x_ptr, order_ptr, row0, rows, topk,
     START: gl.constexpr, MT: gl.constexpr, KT: gl.constexpr, COLS: gl.constexpr, FIRST: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
-    """Pointers [MT, COLS] to the first columns of a block's rows from START on, whether each row exists [MT, 1], the columns [1, COLS].
+    """Pointers [MT, COLS] to the first columns of a block's rows from START on, and whether each row exists, of the same shape.
 
     FIRST: rows of tokens, found through ``order``; else sorted rows. A row is 64 KT columns.
     """
@@ -58,7 +73,21 @@ def gather(
         src = gl.load(order_ptr + row0 + m, mask=live, other=0) // topk
     else:
         src = gl.where(live, row0 + m, 0)
-    return x_ptr + src.to(gl.int64)[:, None] * (KT * 64) + k, live[:, None], k
+    return x_ptr + src.to(gl.int64)[:, None] * (KT * 64) + k, live[:, None] & (k >= 0)
+
+
+@gluon.jit
+def decode(
+    a, s, oc, ODD: gl.constexpr, NW: gl.constexpr, R: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
+    DOA: gl.constexpr,
+):  # fmt: skip
+    """Words [NW, 128 R] and scale words [NW, 32 R] -> the A operand [16 R NW, 64]. ODD: which half of a scale word."""
+    q0, q1, q2, q3 = unpack_scales(s.reshape([NW, R, 32]), oc, KIND, ANY, HALF)
+    if ODD:
+        w = operand(a.reshape([NW, R, 32, 4]), q1, q3, NW, R, HALF, DOA)
+    else:
+        w = operand(a.reshape([NW, R, 32, 4]), q0, q2, NW, R, HALF, DOA)
+    return w
 
 
 @gluon.jit
@@ -115,7 +144,7 @@ def finish(
             acc = acc * a0
             if BIAS:
                 acc += b0
-            h = gl.where(acc > 0, acc * acc, gl.where(acc == acc, 0.0, acc)).to(DT)
+            h = activate(acc, acc, p0, p1, p2, ACT).to(DT)
             UN: gl.constexpr = BN
             NO: gl.constexpr = N
         NP: gl.constexpr = (NO + 63) // 64 * 64

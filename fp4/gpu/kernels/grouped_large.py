@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, unpack_scales, words_to_products
-from fp4.gpu.kernels.grouped_device import epilogue, finish, gather
+from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait
+from fp4.gpu.kernels.grouped_device import decode, entry, epilogue, finish, gather
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait, trigger, wait
 
 __all__ = ["grouped_large", "permute_rows"]
@@ -40,23 +40,6 @@ def permute_rows(x_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr, PDL
     ok = row < rows
     tl.store(out_ptr + i, tl.load(x_ptr + row * (K // 2) + src, mask=ok & (src < K // 2), other=0), mask=ok)
     wait(PDL)  # the route in front ends before this kernel does
-
-
-@gluon.jit
-def _decode(
-    a, s, oc, ODD: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, HALF: gl.constexpr,
-    DOA: gl.constexpr,
-):  # fmt: skip
-    """Words [WN, 128 R] and scale words [WN, 32 R] -> the A operand [16 R WN, 64]. ODD: which half of a scale word."""
-    q0, q1, q2, q3 = unpack_scales(s.reshape([1, WN, R, 1, 32, 1]), oc, KIND, ANY, HALF)
-    s0 = q1 if ODD else q0
-    s1 = q3 if ODD else q2
-    a = a.reshape([1, WN, R, 1, 32, 4])
-    a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
-    a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
-    w = words_to_products(a, s0, s1, HALF).reshape([1, WN, R, 1, 8, 4, 4, 2, 2, 2])
-    w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([16 * R * WN, 64])  # R WN e g, s h t l
-    return gl.convert_layout(w, DOA, assert_trivial=True)
 
 
 @gluon.jit
@@ -124,10 +107,10 @@ def _tile(
     js = gl.arange(0, R * 32, layout=gl.SliceLayout(0, LS))[None, :]
     lane = js % 32
     if KIND == 32:
-        lane = (lane // 4) * 2 + (lane % 4) // 2
+        lane = lane // 2
     ts = (js // 32) * WN + ws
     ms = tile0 + ts < NT
-    xp, live, _ = gather(x_ptr, order_ptr, row0, rows, topk, 0, MT, KT, 64, FIRST, LX)
+    xp, live = gather(x_ptr, order_ptr, row0, rows, topk, 0, MT, KT, 64, FIRST, LX)
     ap = w_ptr + (e.to(gl.int64) * NT + tile0) * (KT * 128) + (ta * (KT * 128) + ia % 128)
     sp = s_ptr + (e.to(gl.int64) * NT + tile0) * (KB * SW) + (ts * (KB * SW) + lane * 2)
 
@@ -142,7 +125,7 @@ def _tile(
         _fetch(q, q, sx, sa, ss, xp, ap, sp, live, ma, ms, KT, SW)
     cp_wait(XS - 2)
     barrier()
-    w = _decode(sa[0].load(LA), ss[0].load(LS), oc, False, WN, R, KIND, ANY, HALF, DOA)
+    w = decode(sa[0].load(LA), ss[0].load(LS), oc, False, WN, R, KIND, ANY, HALF, DOA)
     acc = gl.zeros([BN, MT], gl.float32, MMA)
     gl.static_assert(XS % 2 == 0)  # so that which half of a scale word a chunk uses is known at compile time
     for i0 in range(0, KT // XS * XS, XS):
@@ -155,7 +138,7 @@ def _tile(
             barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
             _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, KT, SW)
             old = w
-            w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, j % 2 == 0, WN, R, KIND, ANY, HALF, DOA)
+            w = decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, j % 2 == 0, WN, R, KIND, ANY, HALF, DOA)
         acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     i0 = KT // XS * XS
     for j in gl.static_range(KT % XS):
@@ -166,7 +149,7 @@ def _tile(
         barrier()  # chunk i + 1 is here for every warp, and every warp is done with chunk i - 1
         _fetch((j + XS - 1) % XS, i0 + (j + XS - 1), sx, sa, ss, xp, ap, sp, live, ma, ms, KT, SW)
         old = w
-        w = _decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, j % 2 == 0, WN, R, KIND, ANY, HALF, DOA)
+        w = decode(sa[(j + 1) % XS].load(LA), ss[(j + 1) % XS].load(LS), oc, j % 2 == 0, WN, R, KIND, ANY, HALF, DOA)
     if KT % XS != 0:
         acc, old = warpgroup_mma_wait(0, deps=(acc, old))
     cp_wait(0)
@@ -221,9 +204,7 @@ def grouped_large(
     tile0 = (pid % GROUPS) * (WN * R)
     if block >= gl.load(sched_ptr):
         return
-    e = gl.load(sched_ptr + 1 + 3 * block)
-    row0 = gl.load(sched_ptr + 2 + 3 * block)
-    rows = gl.load(sched_ptr + 3 + 3 * block)
+    e, row0, rows = entry(sched_ptr, block)
     if LOW == MT:
         _tile(
             x_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, topk, e, row0, rows, tile0,

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from fp4.gpu.kernels.gluon_decode import frag_a, frag_x
-from fp4.gpu.kernels.grouped_device import activate
+from fp4.gpu.kernels.grouped_device import activate, entry
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait
 
 __all__ = ["grouped_small"]
@@ -80,9 +80,7 @@ def grouped_small(
     tile0 = (pid % GROUPS) * R
     if block >= gl.load(sched_ptr):
         return
-    e = gl.load(sched_ptr + 1 + 3 * block)
-    row0 = gl.load(sched_ptr + 2 + 3 * block)
-    rows = gl.load(sched_ptr + 3 + 3 * block)
+    e, row0, rows = entry(sched_ptr, block)
 
     wa = gl.arange(0, WK, layout=gl.SliceLayout(1, LA))[:, None]
     ia = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, LA))[None, :]
@@ -94,7 +92,7 @@ def grouped_small(
     us = ws * (U // 2) + (js // (32 * V)) % (U // 2 // V) * V  # index of a word: two k tiles
     lane = (js // V) % 32
     if KIND == 32:
-        lane = (lane // 4) * 2 + (lane % 4) // 2
+        lane = lane // 2
     os = (js // (U * 16)) * (KB * SW) + lane * 2 + js % V
     ms = (tile0 + js // (U * 16) < NT) & (us >= 0)
     wx = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LX)))[:, None, None]
@@ -155,7 +153,7 @@ def grouped_small(
             r += gl.load(bias_ptr + e * N + n, mask=n < N, other=0.0)[:, None]
         mk = (m < rows)[None, :] & (n < N)[:, None]
         if FIRST:
-            r = gl.where(r > 0, r * r, gl.where(r == r, 0.0, r))
+            r = activate(r, r, p0, p1, p2, ACT)
             gl.store(out_ptr + (row0 + m).to(gl.int64)[None, :] * N + n[:, None], r.to(DT), mask=mk)
         else:
             pair = gl.load(order_ptr + row0 + m, mask=m < rows, other=0)

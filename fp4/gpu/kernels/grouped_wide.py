@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from fp4.gpu.kernels.gluon_decode import cp_async, frag_w, unpack_scales, words_to_products
-from fp4.gpu.kernels.grouped_device import epilogue, finish, gather
+from fp4.gpu.kernels.gluon_decode import cp_async, frag_w
+from fp4.gpu.kernels.grouped_device import decode, entry, epilogue, finish, gather
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait
+from fp4.gpu.kernels.ring import arrive, mbarriers
 
 __all__ = ["grouped_wide"]
 
@@ -36,21 +36,12 @@ def _decode(
 ):  # fmt: skip
     """Words [4, U 128] and scale words [4, 32] -> the A operand [64, 64 U]. ODD: which tile of the scale word's pair (U = 1)."""
     if U == 1:
-        q0, q1, q2, q3 = unpack_scales(s.reshape([1, 4, 1, 1, 32, 1]), oc, KIND, ANY, HALF)
-        if ODD:
-            s0 = q1
-            s1 = q3
-        else:
-            s0 = q0
-            s1 = q2
-        a = a.reshape([1, 4, 1, 1, 32, 4])
-        a, s0 = gl.broadcast(a, gl.convert_layout(s0, a.type.layout, assert_trivial=True))
-        a, s1 = gl.broadcast(a, gl.convert_layout(s1, a.type.layout, assert_trivial=True))
-        w = words_to_products(a, s0, s1, HALF).reshape([1, 4, 1, 1, 8, 4, 4, 2, 2, 2])
+        w = decode(a, s, oc, ODD, 4, 1, KIND, ANY, HALF, DOA)
     else:
         w = frag_w(a.reshape([1, 4, U * 128]), s.reshape([1, 4, U * 16]), oc, 1, 4, 1, U, KIND, ANY, HALF)
-    w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([64, U * 64])  # warp e g, U s h t l
-    return gl.convert_layout(w, DOA, assert_trivial=True)
+        w = w.permute([0, 2, 1, 7, 4, 3, 6, 8, 5, 9]).reshape([64, U * 64])  # warp e g, U s h t l
+        w = gl.convert_layout(w, DOA, assert_trivial=True)
+    return w
 
 
 @gluon.jit
@@ -91,7 +82,7 @@ def _fetch(
             cp_async(ss[c].index(slot), s + c * 4 * KB * SW)
         else:
             cp_async(ss[c].index(slot), s + c * 4 * KB * SW, mask=tile0 + c * 4 + ws < NT)
-    async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+    arrive(ready.index(slot), increment_count=False)
     return _next(slot, phase, XS)
 
 
@@ -120,22 +111,18 @@ def _produce(
     ws = gl.arange(0, 4, layout=gl.SliceLayout(1, LS))[:, None]
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, LS))[None, :]
     if KIND == 32:
-        lane = (lane // 4) * 2 + (lane % 4) // 2
+        lane = lane // 2
     os = ws * (KB * SW) + lane * 2
     slot = 0
     phase = 1
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block = t // GROUPS
         tile0 = (t % GROUPS) * (4 * C)
-        e = gl.load(sched_ptr + 1 + 3 * block)
-        row0 = gl.load(sched_ptr + 2 + 3 * block)
-        rows = gl.load(sched_ptr + 3 + 3 * block)
+        e, row0, rows = entry(sched_ptr, block)
         more = rows > MT
-        xp, live, kx = gather(x_ptr, order_ptr, row0, rows, topk, 0, MT, KT, U * 64, FIRST, LX)
-        live = live & (kx >= 0)
+        xp, live = gather(x_ptr, order_ptr, row0, rows, topk, 0, MT, KT, U * 64, FIRST, LX)
         if EX > 0:
-            yp, livey, ky = gather(x_ptr, order_ptr, row0, rows, topk, MT, EX, KT, U * 64, FIRST, LX)
-            livey = livey & (ky >= 0)
+            yp, livey = gather(x_ptr, order_ptr, row0, rows, topk, MT, EX, KT, U * 64, FIRST, LX)
         else:
             yp = xp
             livey = live
@@ -194,6 +181,16 @@ def _multiply(acc, acc2, w, slot, sx, sy, U: gl.constexpr, P: gl.constexpr, MT: 
 
 
 @gluon.jit
+def _wait(acc, acc2, w, E: gl.constexpr):
+    """For the products that ``_multiply`` has started."""
+    if E > 0:
+        acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
+    else:
+        acc, w = warpgroup_mma_wait(0, deps=(acc, w))
+    return acc, acc2, w
+
+
+@gluon.jit
 def _tile(
     alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, e, row0, rows, tile0, slot, phase, sx, sy, sa, ss, ready, empty,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, ANY: gl.constexpr, ACT: gl.constexpr, FIRST: gl.constexpr, BIAS: gl.constexpr,
@@ -225,11 +222,8 @@ def _tile(
                 slot, phase = _next(slot, phase, XS)
                 if AHEAD:
                     a, s = _words(slot, phase, sa, ss, ready)
-                if E > 0:
-                    acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
-                else:
-                    acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-                async_copy.mbarrier_arrive(empty.index(here), increment_count=False)  # each thread for itself: no barrier of the warp group
+                acc, acc2, w = _wait(acc, acc2, w, E)
+                arrive(empty.index(here), increment_count=False)  # each thread for itself: no barrier of the warp group
     # what the epilogue wants is on its way while the last chunks are multiplied
     a0, a1, b0, b1 = epilogue(acc, alpha_ptr, bias_ptr, e, tile0, N, ACT, FIRST, BIAS, 64, P, MMA)
     if E > 0:
@@ -243,22 +237,16 @@ def _tile(
         slot, phase = _next(slot, phase, XS)
         if AHEAD and j < ITER - LOOP - 1:
             a, s = _words(slot, phase, sa, ss, ready)
-        if E > 0:
-            acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
-        else:
-            acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-        async_copy.mbarrier_arrive(empty.index(here), increment_count=False)
+        acc, acc2, w = _wait(acc, acc2, w, E)
+        arrive(empty.index(here), increment_count=False)
     if (K + 63) // 64 % U != 0:  # half a chunk
         mbarrier.wait(ready.index(slot), phase)
         a = sa.index(slot).slice(0, 128, 1).load(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
         s = ss.index(slot).load(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
         w = _decode(a, s, oc, False, 1, KIND, ANY, HALF, DOA)
         acc, acc2 = _multiply(acc, acc2, w, slot, sx, sy, U, P, MT, E)
-        if E > 0:
-            acc, acc2, w = warpgroup_mma_wait(0, deps=(acc, acc2, w))
-        else:
-            acc, w = warpgroup_mma_wait(0, deps=(acc, w))
-        async_copy.mbarrier_arrive(empty.index(slot), increment_count=False)
+        acc, acc2, w = _wait(acc, acc2, w, E)
+        arrive(empty.index(slot), increment_count=False)
         slot, phase = _next(slot, phase, XS)
     finish(
         acc, a0, a1, b0, b1, out_ptr, order_ptr, gamma_ptr, p0, p1, p2, row0, gl.minimum(rows, P), tile0,
@@ -286,9 +274,7 @@ def _consume(
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block = t // GROUPS
         tile0 = (t % GROUPS) * (4 * C) + WHO * 4
-        e = gl.load(sched_ptr + 1 + 3 * block)
-        row0 = gl.load(sched_ptr + 2 + 3 * block)
-        rows = gl.load(sched_ptr + 3 + 3 * block)
+        e, row0, rows = entry(sched_ptr, block)
         if EX > 0 and rows > MT:
             slot, phase = _tile(
                 alpha_ptr, bias_ptr, out_ptr, order_ptr, gamma_ptr, oc, p0, p1, p2, e, row0, rows, tile0, slot, phase,
@@ -334,11 +320,7 @@ def grouped_wide(
     for _ in gl.static_range(C):
         sa = sa + (gl.allocate_shared_memory(gl.int32, [XS, 4, U * 128], SP),)  # noqa: RUF005
         ss = ss + (gl.allocate_shared_memory(gl.int32, [XS, 4, 32], SP),)  # noqa: RUF005
-    ready = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(XS):
-        mbarrier.init(ready.index(i), count=128)
-        mbarrier.init(empty.index(i), count=C * 128)
+    ready, empty = mbarriers(XS, 128, C * 128)
     gl_wait(PDL)
     tiles = gl.load(sched_ptr) * GROUPS
     # a tuple of compile-time values must be written where it is used: bound to a name, they would become run-time values
