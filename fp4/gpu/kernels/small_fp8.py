@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from fp4.gpu.kernels import decode_fp8 as _d
 from fp4.gpu.kernels.gluon_decode import H4, H8, barrier, cp_async, cp_commit, cp_wait
 from fp4.gpu.kernels.pdl import gl_wait
-from fp4.gpu.kernels.small_m import _load
+from fp4.gpu.kernels.small_m import at_words, at_x, load_words
 
 TABLES = gl.constexpr(_d.TABLES)
 TABLES_C = gl.constexpr(_d.TABLES_CONSTRAINTS)
@@ -66,7 +66,6 @@ def small_fp8(
     """x_ptr: i32 words of e4m3 x [M, KT * 64] in the order of k; MR: rows of x in shared memory (1, or MT); XS: slots of its ring, 0: x by
     global loads. xs: f32 [M]; base: i32 [NT, 8], ws: f32 [NT * 16] as in ``ws_fp8``. Grid (ceil(N / (16 R WN)),); D is 1 or 2.
     """
-    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8 // U, 4 * U], [WK, WN, 1], [2, 1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 8, 4], [WK, WN, 1, 1], [3, 2, 1, 0])
@@ -81,12 +80,7 @@ def small_fp8(
     MASKED: gl.constexpr = not (EVEN_K and EVEN_N)
     rt0 = gl.program_id(0) * (WN * R)
     NT = (N + 15) // 16
-    wk = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LA)))[:, None, None]
-    wn = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LA)))[None, :, None]
-    xa = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :]
-    ra = (xa // (U * 128)) * WN + wn
-    ka = wk * U + (xa % (U * 128)) // 128
-    ap = w_ptr + rt0.to(gl.int64) * KT * 128 + (ra * (KT * 128) + wk * (U * 128) + xa % (U * 128))
+    ap, ra, ka = at_words(w_ptr, rt0, KT, WK, WN, R, U)
     wks = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS)))[:, None, None]
     wns = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LS)))[None, :, None]
     xs = gl.arange(0, R * U * 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
@@ -96,32 +90,24 @@ def small_fp8(
     sp = s_ptr + rt0.to(gl.int64) * KB * 32 + (rs * (KB * 32) + pair // 2 * 32 + lane // 2 * 2 + pair % 2)
     live_a = (rt0 + ra < NT) & (ka >= 0)
     live_s = (rt0 + rs < NT) & (pair >= 0)
-    a0 = _load(ap, live_a & (ka < KT), MASKED)
-    s0 = _load(sp, live_s & (pair < 2 * KB), MASKED)
+    a0 = load_words(ap, live_a & (ka < KT), MASKED)
+    s0 = load_words(sp, live_s & (pair < 2 * KB), MASKED)
     a1 = a0
     s1 = s0
     a3 = a0
     s3 = s0
     if D > 1 and n > 1:
-        a1 = _load(ap + ST * 128, live_a & (ST + ka < KT), MASKED)
-        s1 = _load(sp + ST * 8, live_s & (ST // 2 + pair < 2 * KB), MASKED)
+        a1 = load_words(ap + ST * 128, live_a & (ST + ka < KT), MASKED)
+        s1 = load_words(sp + ST * 8, live_s & (ST // 2 + pair < 2 * KB), MASKED)
     base = gl.load(base_ptr + (rt0 + rs) * 8 + lane // 4, mask=live_s, other=0)
     gl_wait(True)  # x comes from the kernel in front
     if XS == 0:
-        wx = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[:, None, None, None]
-        mx = gl.arange(0, MT, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None]
-        kx = gl.arange(0, U * 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
-        kx = wx * (U * 16) + kx
-        xp = x_ptr + (gl.where(mx < M, mx, 0) * (KT * 16) + kx)
+        xp, mx, kx = at_x(x_ptr, M, KT * 16, U * 16, WK, MT, LX3)
         x0 = gl.load(xp) if EVEN_K else gl.load(xp, mask=(kx < KT * 16) & (mx >= 0), other=0)
     else:
         SX: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2 if MR > 1 else 1, [2, 1, 0])
         sx = gl.allocate_shared_memory(gl.int32, [XS, WK, MR, U * 16], SX)
-        w3 = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LC)))[:, None, None]
-        mx = gl.arange(0, MR, layout=gl.SliceLayout(0, gl.SliceLayout(2, LC)))[None, :, None]
-        kx = gl.arange(0, U * 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LC)))[None, None, :]
-        kx = w3 * (U * 16) + kx
-        xp = x_ptr + (gl.where(mx < M, mx, 0) * (KT * 16) + kx)
+        xp, mx, kx = at_x(x_ptr, M, KT * 16, U * 16, WK, MR, LC)
     NPRE: gl.constexpr = 0 if XS == 0 else (n if n <= XS else XS - 1)
     for i in gl.static_range(NPRE):
         cp_async(sx.index(i), xp + i * (ST * 16), mask=(i * (ST * 16) + kx < KT * 16) & (mx >= 0))
@@ -129,8 +115,8 @@ def small_fp8(
     acc = gl.zeros([WK, WN * R * 16, MT], gl.float32, MMA)
     for i in gl.static_range(n):
         if i + D < n:
-            a3 = _load(ap + (i + D) * (ST * 128), live_a & ((i + D) * ST + ka < KT), MASKED)
-            s3 = _load(sp + (i + D) * (ST * 8), live_s & ((i + D) * (ST // 2) + pair < 2 * KB), MASKED)
+            a3 = load_words(ap + (i + D) * (ST * 128), live_a & ((i + D) * ST + ka < KT), MASKED)
+            s3 = load_words(sp + (i + D) * (ST * 8), live_s & ((i + D) * (ST // 2) + pair < 2 * KB), MASKED)
         if XS == 0:
             x = x0
             if i + 1 < n:
@@ -153,10 +139,10 @@ def small_fp8(
                     cp_async(sx.index((i + XS - 1) % XS), xp + at, mask=(at + kx < KT * 16) & (mx >= 0))
                 cp_commit()
         if XS != 0 and MR == 1:
-            one = _operand_b(x.reshape([WK, 1, U * 16]), WK, 1, U)
+            one = _operand_b(x, WK, 1, U)
             b, _ = gl.broadcast(gl.convert_layout(one, DOB, assert_trivial=True), gl.zeros([WK, U * 64, MT], gl.float16, DOB))
         else:
-            b = gl.convert_layout(_operand_b(x.reshape([WK, MT, U * 16]), WK, MT, U), DOB, assert_trivial=True)
+            b = gl.convert_layout(_operand_b(x, WK, MT, U), DOB, assert_trivial=True)
         acc = mma_v2(_operand_a(a0, s0, base, WK, WN, R, U, DOA), b, acc)
         if D == 1:
             a0 = a3

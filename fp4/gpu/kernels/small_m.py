@@ -11,11 +11,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from fp4.gpu.kernels.gluon_decode import B2, H2, barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x, hold, reinterpret
+from fp4.gpu.kernels.gluon_decode import barrier, cp_async, cp_commit, cp_wait, frag_a, frag_x, hold, reinterpret
 
 
 @gluon.jit
-def _load(p, live, MASKED: gl.constexpr):
+def at_words(w_ptr, rt0, KT: gl.constexpr, WK: gl.constexpr, WN: gl.constexpr, R: gl.constexpr, U: gl.constexpr):
+    """Words of a step, i32 [WK, WN, R*U*128]: pointers, row tile counted from rt0, k tile."""
+    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
+    wk = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LA)))[:, None, None]
+    wn = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LA)))[None, :, None]
+    i = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :]
+    row = (i // (U * 128)) * WN + wn
+    kt = wk * U + (i % (U * 128)) // 128
+    return w_ptr + rt0.to(gl.int64) * (KT * 128) + (row * (KT * 128) + wk * (U * 128) + i % (U * 128)), row, kt
+
+
+@gluon.jit
+def at_x(x_ptr, M, ROW: gl.constexpr, STEP: gl.constexpr, WK: gl.constexpr, MR: gl.constexpr, LX: gl.constexpr):
+    """Words of x of a step [WK, MR, STEP]: pointers, row, word in the row. ROW: words of a row; rows past M are row 0."""
+    w = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LX)))[:, None, None]
+    m = gl.arange(0, MR, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX)))[None, :, None]
+    k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX)))[None, None, :]
+    k = w * STEP + k
+    return x_ptr + (gl.where(m < M, m, 0) * ROW + k), m, k
+
+
+@gluon.jit
+def load_words(p, live, MASKED: gl.constexpr):
     if MASKED:
         return gl.load(p, mask=live, other=0, eviction_policy="evict_first")
     else:
@@ -45,7 +67,6 @@ def small_m(
     MASKED: gl.constexpr = not (EVEN_K and EVEN_N)
     P: gl.constexpr = 2 if U >= 4 else 1  # words of scales that a lane loads at a time
     LS: gl.constexpr = gl.BlockedLayout([1, 1, U // 2 // P], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
-    LA: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [WK, WN, 1], [2, 1, 0])
     LXC: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4 // U if U <= 4 else 1, 8 * U if U <= 4 else 32], [WK, WN, 1], [2, 1, 0])
     LX: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 8, 4], [WK, WN, 1, 1], [3, 2, 1, 0])
     LX3: gl.constexpr = gl.SliceLayout(1, LX)
@@ -62,12 +83,7 @@ def small_m(
     pn = gl.program_id(0)
     rt0 = pn * (WN * R)
     NT = (N + 15) // 16
-    wk = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LA)))[:, None, None]
-    wn = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LA)))[None, :, None]
-    xa = gl.arange(0, R * U * 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, LA)))[None, None, :]
-    ra = (xa // (U * 128)) * WN + wn
-    ka = wk * U + (xa % (U * 128)) // 128
-    ap = w_ptr + rt0.to(gl.int64) * (KT * 128) + (ra * (KT * 128) + wk * (U * 128) + xa % (U * 128))
+    ap, ra, ka = at_words(w_ptr, rt0, KT, WK, WN, R, U)
     wks = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS)))[:, None, None]
     wns = gl.arange(0, WN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LS)))[None, :, None]
     xs = gl.arange(0, R * U * 16 // P, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
@@ -84,11 +100,7 @@ def small_m(
     live_a = (rt0 + ra < NT) & (ka >= 0)
     live_s = (rt0 + rs < NT) & (bs >= 0)
     if XS == 0:
-        wx = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[:, None, None, None]
-        mx = gl.arange(0, MT, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None]
-        kx = gl.arange(0, U * 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
-        kx = wx * (U * 32) + kx
-        xp = x_ptr + (gl.where(mx < M, mx, 0) * (K // 2) + kx)
+        xp, mx, kx = at_x(x_ptr, M, K // 2, U * 32, WK, MT, LX3)
         x0 = gl.load(xp, mask=(kx < K // 2) & (mx >= 0), other=0) if not EVEN_K else gl.load(xp)
     elif WHOLE:
         # one copy, since Triton puts a barrier between two into one allocation
@@ -98,13 +110,9 @@ def small_m(
     else:
         SX: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8 if MR > 1 else 1, [2, 1, 0])
         sx = gl.allocate_shared_memory(gl.int32, [XS, WK, MR, U * 32], SX)
-        w3 = gl.arange(0, WK, layout=gl.SliceLayout(1, gl.SliceLayout(2, LXC)))[:, None, None]
-        mx = gl.arange(0, MR, layout=gl.SliceLayout(0, gl.SliceLayout(2, LXC)))[None, :, None]
-        kx = gl.arange(0, U * 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LXC)))[None, None, :]
-        kx = w3 * (U * 32) + kx
-        xp = x_ptr + (gl.where(mx < M, mx, 0) * (K // 2) + kx)
-    a0 = _load(ap, live_a & (ka < KT), MASKED)
-    s0 = _load(sp, live_s & (bs < KB), MASKED)
+        xp, mx, kx = at_x(x_ptr, M, K // 2, U * 32, WK, MR, LXC)
+    a0 = load_words(ap, live_a & (ka < KT), MASKED)
+    s0 = load_words(sp, live_s & (bs < KB), MASKED)
     a1 = a0
     s1 = s0
     a3 = a0
@@ -124,13 +132,13 @@ def small_m(
             cp_async(sx.index(i), xp + i * (ST * 32), mask=(i * (ST * 32) + kx < K // 2) & (mx >= 0))
         cp_commit()
     if D > 1 and n > 1:
-        a1 = _load(ap + ST * 128, live_a & (ST + ka < KT), MASKED)
-        s1 = _load(sp + (ST * L) // 4, live_s & (ST // 4 + bs < KB), MASKED)
+        a1 = load_words(ap + ST * 128, live_a & (ST + ka < KT), MASKED)
+        s1 = load_words(sp + (ST * L) // 4, live_s & (ST // 4 + bs < KB), MASKED)
     acc = gl.zeros([WK, NR, MT], gl.float32, MMA)
     for i in gl.static_range(n):
         if i + D < n:
-            a3 = _load(ap + (i + D) * (ST * 128), live_a & ((i + D) * ST + ka < KT), MASKED)
-            s3 = _load(sp + (i + D) * ((ST * L) // 4), live_s & ((i + D) * ST // 4 + bs < KB), MASKED)
+            a3 = load_words(ap + (i + D) * (ST * 128), live_a & ((i + D) * ST + ka < KT), MASKED)
+            s3 = load_words(sp + (i + D) * ((ST * L) // 4), live_s & ((i + D) * ST // 4 + bs < KB), MASKED)
         if XS == 0:
             x = x0
             if i + 1 < n:
@@ -163,14 +171,10 @@ def small_m(
                         )
                 cp_commit()
         if XS != 0 and MR == 1:
-            x = x.reshape([WK, 1, U * 32])
-            b0, b1 = gl.inline_asm_elementwise("mov.b32 {$0,$1},$2;", "=h,=h,r", [x], dtype=H2 if HALF else B2, is_pure=True, pack=1)
-            bb = gl.join(b0, b1).reshape([WK, 1, U, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1]).reshape([WK, U * 64, 1])
-            zz = gl.zeros([WK, U * 64, MT], bb.dtype, DOB)
-            b, zz = gl.broadcast(gl.convert_layout(bb, DOB, assert_trivial=True), zz)
+            one = frag_x(x, WK, 1, U, HALF)
+            b, _ = gl.broadcast(gl.convert_layout(one, DOB, assert_trivial=True), gl.zeros([WK, U * 64, MT], one.dtype, DOB))
         else:
-            b = frag_x(x.reshape([WK, MT, U * 32]), WK, MT, U, HALF)
-            b = gl.convert_layout(b, DOB, assert_trivial=True)
+            b = gl.convert_layout(frag_x(x, WK, MT, U, HALF), DOB, assert_trivial=True)
         if i == n - 1:
             al = gl.load(alpha_ptr)
         sc = _scales(s0, WK, WN, R * U * 16) if P == 2 else s0
