@@ -113,7 +113,8 @@ def hand_over(sass: str, helpers: bool = False) -> list[str]:
     values, the other warps read both. Barrier 1 of the whole block must lie between each write and read:
 
         default   write both, B, B, the kernel, B, write "end", B, exit
-        others    B, read the byte, read the values (if the partition takes any), B, the partition, B, and again from the start
+        others    B, read the byte, read the values (if the partition takes any), B, the partition, B, and again from the start;
+                  warps without a partition B, read the byte, B, B, and again
 
     helpers: blocks of the kernel may bring x into order and do nothing else. The default warps' code for that stands in front of the
     hand-over, which these blocks do not reach, as runs of pairs of a write and a read between two labels: left out.
@@ -124,8 +125,11 @@ def hand_over(sass: str, helpers: bool = False) -> list[str]:
         return ["no byte is handed over"]
     end = next(i for i in range(split, len(code)) if "EXIT" in code[i])
     state = code[split].split(",")[0].split("+")[1]
+    read = next((i for i, t in enumerate(code) if t.startswith("LDS.U8")), 0)
+    start = next((t for t in reversed(code[:read]) if t.startswith(".L_x_")), "no label")
     kind = {
         "|": r"\.L_x_",
+        "<": r"BRA `\(" + re.escape(start) + r"\)",
         "B": r"BAR\.SYNC\.DEFER_BLOCKING 0x1 ?$",
         "W": r"STS \[UR\d+\+" + re.escape(state),
         "r": r"LDS\.U8",
@@ -135,13 +139,15 @@ def hand_over(sass: str, helpers: bool = False) -> list[str]:
     }
 
     def events(part: list[str]) -> str:
-        """In the order of the code: label, barrier, write and read of bytes, read of values, other writes (s) and reads (l)."""
+        """In code order: label, jump to the start, barrier, write and read of bytes, read of values, other writes (s) and reads (l)."""
         return "".join(next((c for c, p in kind.items() if re.match(p, t)), "") for t in part)
 
-    others, default = events(code[:split]) + "|" + events(code[end:]), events(code[split:end]).replace("|", "")
+    others, default = events(code[:split]) + "|" + events(code[end:]), re.sub(r"[|<]", "", events(code[split:end]))
     if helpers:
         others = re.sub(r"(?<=\|)(sl){4,}(?=\|)", "", others)
-    good = others.count("r") == others.count("Br") == 1 and not set("Wsl") & set(others)
+    good = others.count("r") == others.count("|Br") == 1 and not set("Wsl") & set(others)
     values = "".join(re.findall(r"\|(v+)B", others))
+    *turns, rest = [turn.count("B") for turn in others.partition("r")[2].split("<")]  # barriers on each way back to the start
+    good = good and len(turns) > 0 and set(turns) == {2} and not rest
     bad = [] if good and len(values) == others.count("v") else [f"other warps: {others}"]
     return bad if re.fullmatch(r"[Ws]+BB[slv]*BWB", default) else [*bad, f"default warps: {default}"]

@@ -129,7 +129,9 @@ def test_the_hand_over_check_can_fail():
     import sass
 
     barrier = ["BAR.SYNC.DEFER_BLOCKING 0x1"]
+    again = "BRA `(.L_x_1)"
     others = [
+        ".L_x_1",
         *barrier,
         "LDS.U8 R0, [R0+UR25+0x1885c]",
         "BRX R2",
@@ -137,6 +139,12 @@ def test_the_hand_over_check_can_fail():
         "LDS.64 R2, [UR24+0x18000]",
         *barrier,
         "UTMALDG.2D [UR20], [UR12]",
+        *barrier,
+        again,
+        ".L_x_5",
+        *barrier,
+        *barrier,
+        again,
     ]
     write = ["STS [UR6+0x18860], R0", "STS.64 [UR6+0x18000], R2"]
     work = ["BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", "@P0 STS [UR6+0x18000], R32", "LDS R115, [UR6+0x18000]"]
@@ -157,8 +165,10 @@ def test_the_hand_over_check_can_fail():
     assert found(*others, *barrier, *write, *default[3:])
     assert found(*others, *write, *barrier, *work[1:], *barrier, *barrier, "STS [UR4+0x18860], R0", *barrier, "EXIT")
     assert found(*default, ".L_x_9", *others) == []
-    assert found(*others[:4], others[5], others[4], others[6], *default)
-    assert found(*others[1:], *default)
+    assert found(*others[:5], others[6], others[5], *others[7:], *default)
+    for i in [i for i, t in enumerate(others) if t in (again, barrier[0])]:
+        assert found(*others[:i], *others[i + 1 :], *default), i
+        assert found(*others[: i + 1], *others[i:], *default), i
     assert found(*default)
 
 
