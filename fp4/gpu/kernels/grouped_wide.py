@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from fp4.gpu.kernels.gluon_decode import cp_async, frag_w
 from fp4.gpu.kernels.grouped_device import decode, entry, epilogue, finish, gather
+from fp4.gpu.kernels.operand import at_scales
 from fp4.gpu.kernels.pdl import gl_trigger, gl_wait
 from fp4.gpu.kernels.ring import arrive, mbarriers
 
@@ -108,11 +109,7 @@ def _produce(
     wa = gl.arange(0, 4, layout=gl.SliceLayout(1, LA))[:, None]
     ia = gl.arange(0, U * 128, layout=gl.SliceLayout(0, LA))[None, :]
     oa = wa * (KT * 128) + ia
-    ws = gl.arange(0, 4, layout=gl.SliceLayout(1, LS))[:, None]
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, LS))[None, :]
-    if KIND == 32:
-        lane = lane // 2
-    os = ws * (KB * SW) + lane * 2
+    _, os = at_scales(KB, KIND, 2, False, 4, 1)
     slot = 0
     phase = 1
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
