@@ -124,7 +124,8 @@ def weights(args: argparse.Namespace) -> dict[tuple[int, int], dict[str, Any]]:
     return held
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    """Each cell to ``found`` as soon as it is measured."""
     import torch
 
     import fp4
@@ -135,14 +136,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     x_all = torch.randn(max(args.ms) * max(k for _, k in args.shapes), device="cuda", dtype=torch.bfloat16)
     y_all = torch.empty(max(args.ms) * max(n for n, _ in args.shapes), device="cuda", dtype=torch.bfloat16)
     clock = clock_of()
-    found: list[dict[str, Any]] = []
     gc.collect()
     gc.disable()  # a graph that is collected during a capture ends it
     for m in args.ms:
         for n, k in args.shapes:
             if time.monotonic() - BEGIN > args.seconds:
                 say(f"stopped at M = {m}, {n} x {k}: --seconds {args.seconds:g}")
-                return found
+                return
             x, y = x_all[: m * k].view(m, k), y_all[: m * n].view(m, n)
             ops: dict[Any, Any] = {"cublas": lambda x=x, y=y, w=held[n, k]["nvfp4"][1]: torch.mm(x, w.t(), out=y)}
             about: dict[str, dict[str, Any]] = {}
@@ -170,7 +170,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         say(f"M = {m}")
         if args.json:
             args.json.write_text(json.dumps(found))
-    return found
 
 
 def show(found: list[dict[str, Any]]) -> None:
@@ -206,10 +205,13 @@ def main() -> None:
         return
     global BEGIN
     BEGIN = time.monotonic()
-    found = measure(args)
-    if args.json:
-        args.json.write_text(json.dumps(found))
-    show(found)
+    found: list[dict[str, Any]] = []
+    try:
+        measure(args, found)
+    finally:  # a cell that fails does not take those before it along
+        if args.json:
+            args.json.write_text(json.dumps(found))
+        show(found)
     wrong = [r for r in found if not r["error"] < RIGHT]
     for r in wrong:
         print(f"WRONG: {r['n']}x{r['k']} M {r['m']} {r['format']}: error {r['error']:.1e}")

@@ -228,3 +228,12 @@ def test_a_ring_that_does_not_fit_is_shortened(monkeypatch):
         constants = {"XS": 5}
         launch.build_ring(None, {}, constants, slot=32768, per=per, num_warps=8)
         assert constants == {"XS": want}
+
+
+def test_distinct_jobs():
+    """One job a kernel: another number of rows of x or another k is another kernel of few rows, another even n is not."""
+    build, target = launch.build, launch._target
+    row = {"kernel": "small", "WK": 4, "WN": 1, "R": 1, "U": 2, "D": 2, "XS": 4}
+    jobs = [(n, k, m, row, 16) for n in (1024, 2048) for k in (1024, 2048) for m in (8, 16)]
+    assert tune.distinct(jobs) == (jobs[:4], 4)
+    assert (launch.build, launch._target) == (build, target)
