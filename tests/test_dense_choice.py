@@ -47,6 +47,63 @@ def test_warmup_reaches_every_kernel(built, n, k, block):
         assert set(built) <= warm, (m, d.choose(m), set(built) - warm)
 
 
+class Launch:
+    """In place of a kernel: what every pointer of its arguments must be, and that what permute_x writes lies in a workspace."""
+
+    shared = 0
+
+    def __init__(self, fn, signature, spaces):
+        self.fn, self.signature, self.spaces = fn, signature, spaces
+
+    def box(self, address, rows, columns, which=0):
+        assert address % 16 == 0
+        return (address,)
+
+    def __call__(self, gx, gy, stream, *args):
+        got = dict(zip(self.fn.arg_names, args, strict=True))
+        for name, kind in self.signature.items():
+            assert not kind.startswith("*") or got[name] % 16 == 0, (self.fn.__name__, name)
+        if self.fn.__name__ == "permute_x":
+            last = min(gy * got["B"], got["tiles"])  # tiles of the last row that the grid writes
+            ends = [
+                (got["o_ptr"], 128 * ((gx - 1) * got["tiles"] + last)),
+                *([(got["count_ptr"], 4 * got["COUNTS"])] if got["COUNTS"] else []),
+            ]
+            for first, size in ends:
+                assert any(s.data_ptr() <= first and first + size <= s.data_ptr() + s.nbytes for s in self.spaces), self.fn.__name__
+
+
+@pytest.mark.skipif(launch.gluon_reason() is not None, reason="the Hopper kernels need Gluon")
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (48, 1040), (257, 96), (272, 1040), (1001, 64), (1256, 2880)])
+def test_addresses(n, k, monkeypatch):
+    """What the kernels are compiled for, pointers at multiples of 16 bytes, holds for parts of a workspace in every row's call."""
+    spaces = []
+
+    def allocated(make):
+        def keep(*a, **kw):
+            spaces.append(make(*a, **kw))
+            return spaces[-1]
+
+        return keep
+
+    monkeypatch.setattr(launch, "build", lambda fn, signature, constants, **how: Launch(fn, signature, spaces))
+    monkeypatch.setattr(launch, "build_ring", lambda fn, signature, constants, **how: Launch(fn, signature, spaces))
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(launch, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(dense_plans, "_empty", allocated(torch.empty_strided))
+    monkeypatch.setattr(torch, "empty", allocated(torch.empty))
+    rows = [r for r in dense.table()["sm90"] if r["kernel"] != "dequantize"]
+    rows += [{**r, "SPLIT": 3} for r in rows if r["kernel"] == "wide"]
+    for m in (1, 3, 16, 31, 300, 1100):
+        x, y = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(m, n, dtype=torch.bfloat16)
+        for row in rows:
+            if row["kernel"] != "small" or m <= row["m_max"]:
+                d = bound(n, k, 16)
+                for some in (row, {**row, "m_max": None}):
+                    d._plan(m, False, torch.bfloat16, None, some)(x, None, y, m)
+                    spaces.clear()
+
+
 @pytest.mark.skipif(launch.gluon_reason() is not None, reason="the Hopper kernels need Gluon")
 @pytest.mark.parametrize("n", [1 << 23, (1 << 23) + 16, 1 << 26])
 def test_offsets_inside_a_tile_fit_32_bits(n, monkeypatch):

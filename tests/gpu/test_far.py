@@ -47,7 +47,7 @@ def one_of(kernel: str, **constants) -> dict:
 #: one row for each way to an address: what differs between the others is how many rows, warps and slots
 WAYS = [
     one_of("small", WN=1), one_of("small", WN=2), one_of("plain", BM=64), one_of("dequantize"), one_of("wide", SPLIT=1),
-    one_of("wide", SPLIT=3), one_of("ws", CUT=0), one_of("ws", CUT=1), one_of("tiles", NAT=0, HELP=0), one_of("tiles", HELP=2),
+    one_of("wide", SPLIT=3), one_of("ws", CUT=1), one_of("ws", CUT=1, NAT=1), one_of("tiles", NAT=0, HELP=0), one_of("tiles", HELP=2),
     one_of("tiles", NAT=1),
 ]  # fmt: skip
 FEW = [next(r for r in ROUTES_W4A8 if isinstance(r, Few) and mt == r.MT) for mt in (8, 16)]

@@ -140,9 +140,9 @@ def permute(d: Dense, counts: int, tiles: int | None = None) -> Any:
 
 
 def _counters(row: Row, m: int, tiles_n: int) -> int:
-    """Counters that a cut product of the row's largest m needs: one kernel of ``permute_x`` for all its m."""
+    """Counters that a cut product of the row's largest m needs, at least 16 bytes: one kernel of ``permute_x`` for all its m."""
     top = -(-max(m, row.get("m_max") or 0) // 64) * 64  # a plan serves the m of a class of 64
-    return 1 << int(tiles_n * -(-top // row["BT"]) - 1).bit_length()
+    return max(4, 1 << int(tiles_n * -(-top // row["BT"]) - 1).bit_length())
 
 
 def wide(d: Dense, row: Row, m: int, half: bool, out: torch.dtype, bias_type: str, bias: bool) -> Any:
@@ -175,9 +175,10 @@ def wide(d: Dense, row: Row, m: int, half: bool, out: torch.dtype, bias_type: st
         stream = launch.raw_stream(index)
         tiles = tiles_n * -(-m // bt)
         words = m * kt * 32
-        space = _empty((words + (0 if split == 1 else split * m * n + counts),), (1,), dtype=torch.int32, device=device)
+        sums = 0 if split == 1 else -(-split * m * n // 4) * 4  # counters at a multiple of 16 bytes
+        space = _empty((words + sums + counts,), (1,), dtype=torch.int32, device=device)
         sp, yp = space.data_ptr(), y.data_ptr()
-        part, count = (alpha, alpha) if split == 1 else (sp + 4 * words, sp + 4 * (words + split * m * n))
+        part, count = (alpha, alpha) if split == 1 else (sp + 4 * words, sp + 4 * (words + sums))
         px(x, m, stream, sp, count)
         kernel(tiles, split, stream, sp, *head, yp if b is None else b.data_ptr(), yp, part, count, m, n, kt, oc, *tail)
 
