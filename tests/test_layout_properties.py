@@ -158,7 +158,7 @@ def test_known_shards() -> None:
     sf = fp4.layouts["sf_128x4"]
     assert sf.shard(0, 2, (512, 64)) == (ByteRange(0, 16384, 1, 32768), ByteRange(16384, 16384, 1, 32768))
     assert [r.count for r in sf.shard(1, 2, (512, 64))] == [4, 4]
-    assert "not multiples of 128" in str(sf.shard(0, 4, (384, 64)))
+    assert "4 equal parts, each a multiple of 128" in str(sf.shard(0, 4, (384, 64)))
     assert "not outermost" in str(fp4.layouts["aiter_w_gu"].shard(0, 2, (64, 128)))
     assert "not outermost" in str(fp4.layouts["gate_up_pairs"].shard(0, 2, (64, 128)))
     assert [r.count for r in fp4.layouts["marlin_w"].shard(1, 2, (128, 32))] == [1, 1]
