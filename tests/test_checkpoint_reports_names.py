@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +253,8 @@ def test_g11_fp8_bytes_under_an_nvfp4_label(tmp_path: Path) -> None:
     refused(ex, tmp_path, r"up_proj\.weight has dtype F8_E4M3 though .*NVFP4")
 
 
-def many_names(folder: Path, layers: int) -> float:
-    """Write a checkpoint of about 1,000 names a layer; the processor seconds that opening it takes, best of three."""
+def many_names(folder: Path, layers: int) -> Callable[[], float]:
+    """Write a checkpoint of about 1,000 names a layer; opens it once and returns the processor seconds that it took."""
     folder.mkdir()
     header: dict[str, Any] = {}
     at = 0
@@ -277,26 +277,25 @@ def many_names(folder: Path, layers: int) -> float:
     cb.raw_file(folder / "model.safetensors", header, b"?" * at)  # 0x3F: 0.747 as F32
     exclude = ["lm_head", *(f"model.layers.{i}.self_attn*" for i in range(layers)), *(f"model.layers.{i}.mlp.gate" for i in range(layers))]
     (folder / "hf_quant_config.json").write_text(json.dumps(cb.nested_config(exclude=exclude, kv_cache_quant_algo="FP8")))
-    best = 9.0
-    gc.collect()
-    gc.disable()  # its passes go over all that the other tests of this process hold
-    try:
-        for _ in range(3):
-            start = time.process_time()
-            ck = fp4.open_checkpoint(folder)
-            best = min(best, time.process_time() - start)
-    finally:
-        gc.enable()
-    assert len(ck.kv_scales) == layers
-    assert len(ck.names()) == layers * 83 * 3
-    return best
+
+    def seconds() -> float:
+        start = time.process_time()
+        ck = fp4.open_checkpoint(folder)
+        took = time.process_time() - start
+        assert len(ck.kv_scales) == layers
+        assert len(ck.names()) == layers * 83 * 3
+        return took
+
+    return seconds
 
 
 @pytest.mark.filterwarnings("ignore:.*matched no module")
 def test_h2_sixty_thousand_names(tmp_path: Path) -> None:
     """vllm PR #25968: 60,000 names with 120 cache scales in under a second, or, on a slow machine, in time that grows linearly."""
-    whole = many_names(tmp_path / "60", 60)
-    assert whole < 1.0 or whole < 6 * many_names(tmp_path / "15", 15)
+    whole, quarter = many_names(tmp_path / "60", 60), many_names(tmp_path / "15", 15)
+    # in pairs: a machine may be twice as slow a second later
+    pairs = [(whole(), quarter()) for _ in range(3)]
+    assert any(w < 1.0 or w < 6 * q for w, q in pairs), pairs
 
 
 def test_j2_each_shard_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
